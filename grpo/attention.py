@@ -1,0 +1,136 @@
+"""Causal attention over sequences packed end to end, for any transformers model: the implementation "grpo_packed".
+
+transformers calls the function below with queries of the whole pack, [1, heads, T, head_dim]. On CUDA in half precision
+it hands them to torch's variable-length kernel; elsewhere it lays the sequences out as rows padded on the right, where
+causality alone keeps the padding from being seen, runs scaled_dot_product_attention, and takes the tokens back out.
+
+Features of an attention that neither way computes are refused, never ignored: soft-capping, sinks, position biases,
+attention that is not causal. Sliding windows are right on both.
+
+Shapes: T tokens of the pack, B sequences, L the longest, H heads, D head dimension.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "grpo_packed"
+
+# torch 2.11 and 2.13 differ in what the kernel's wrapper takes.
+_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def packing(cu_seqlens: Tensor, max_seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Keyword arguments for a transformers model that say where the sequences of a pack begin and end.
+
+    cu_seqlens: int32 [B + 1], from 0 to T; max_seqlen: the longest sequence; dtype: what the model computes in.
+    """
+    if cu_seqlens.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        # The kernel only sizes its grid by it, so a power of two does, and compiled layers see few values.
+        return {"cu_seq_lens_q": cu_seqlens, "max_length_q": 1 << (max(max_seqlen, 512) - 1).bit_length()}
+    # Worked out once per micro-batch rather than in every layer.
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    offset_L = torch.arange(max_seqlen, device=cu_seqlens.device)
+    real_BL = offset_L < lengths[:, None]
+    return {
+        # Padding repeats the row's first token: finite, and behind every token that could see it.
+        "packed_gather_BL": starts[:, None] + offset_L * real_BL,
+        "packed_slots_T": real_BL.flatten().nonzero().squeeze(1),
+    }
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    packed_gather_BL: Tensor | None = None,
+    packed_slots_T: Tensor | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. The signature is transformers' own."""
+    refused = {"soft-capping": softcap, "attention sinks": s_aux, "a position bias": position_bias}
+    for what, given in refused.items():
+        if given is not None:
+            raise ValueError(f"{type(module).__name__} uses {what}, which packed attention does not compute")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} is not causal; packed attention is")
+    assert attention_mask is None
+    assert dropout == 0.0
+    assert query.shape[0] == 1
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed_gather_BL is not None and packed_slots_T is not None:
+        out_THD = _rows(query, key, value, packed_gather_BL, packed_slots_T, scaling, sliding_window)
+    elif cu_seq_lens_q is not None and max_length_q is not None:
+        out_THD = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        raise ValueError(f"{type(module).__name__} does not hand the sequences' borders to its attention")
+    return out_THD.unsqueeze(0), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    # A window of W counts the token itself; the kernel counts what lies to its left.
+    left = -1 if window is None or window >= longest else window - 1
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    arguments: dict[str, Any] = {}
+    if "window_size" in _VARLEN_PARAMETERS:
+        arguments["window_size"] = (left, 0)
+    elif left == -1:
+        arguments["is_causal"] = True
+    else:
+        raise ValueError(
+            f"this torch ({torch.__version__}) has no sliding window in varlen_attn, the model one of {window}"
+        )
+    if "scale" in _VARLEN_PARAMETERS:
+        arguments["scale"] = scale
+    else:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if "enable_gqa" in _VARLEN_PARAMETERS:
+        arguments["enable_gqa"] = True
+    elif key.shape[1] != query.shape[1]:
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _rows(
+    query: Tensor, key: Tensor, value: Tensor, gather_BL: Tensor, slots_T: Tensor, scale: float, window: int | None
+) -> Tensor:
+    B, L = gather_BL.shape
+    group = query.shape[1] // key.shape[1]
+
+    def rows(x: Tensor, repeat: int) -> Tensor:  # [1, H, T, D] -> [B, H, L, D]
+        x = x.squeeze(0).index_select(1, gather_BL.flatten()).unflatten(1, (B, L)).transpose(0, 1)
+        return x.repeat_interleave(repeat, 1) if repeat > 1 else x
+
+    query, key, value = rows(query, 1), rows(key, group), rows(value, group)
+    if window is None or window >= L:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    else:
+        back_LL = torch.arange(L, device=query.device)[:, None] - torch.arange(L, device=query.device)
+        mask_LL = (back_LL >= 0) & (back_LL < window)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask_LL, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, slots_T)
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,192 @@
+"""From sampled sequences to the trainer's tensors: micro-batches of whole sequences, packed end to end without padding.
+
+A `Sequence` is one prompt with one sampled completion. `plan` decides which sequences share a micro-batch (a pure
+function of the lengths, so every rank computes the same plan), `pack` makes the tensors. Nothing here knows a
+loss or a model; the weight of each token is decided before (law 5: one denominator) and only carried.
+
+What is not trained is not there: a masked sequence is left out by the caller, so nothing of it can leak into a loss
+or a gradient. Left out: cutting a sequence in two (a sequence longer than the budget has a micro-batch to itself).
+
+Shapes: T tokens of a micro-batch, B sequences, N trained tokens (the completions' tokens).
+"""
+
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Sequence:
+    """A prompt and its completion as the server sampled it: ids, logprobs and lags have one entry per token.
+
+    `lags[i]` is the trainer's version minus the version that sampled token i. `weight` is what every token's loss is
+    multiplied by (`Loss.sequence_weights`).
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    sampler_logprobs: list[float]
+    lags: list[int]
+    advantage: float
+    weight: float
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Whole sequences packed end to end. The model sees [1, T]; the loss sees the N arrays, in the same order.
+
+    `cu_seqlens` are the sequences' borders (one more entry where the tail of T is padding, which forms a sequence of
+    its own that predicts nothing). `predict_N[n]` is the position whose next-token distribution gives token n, the
+    token itself being `targets_N[n]`.
+    """
+
+    ids_T: Tensor  # int64
+    positions_T: Tensor  # int64, from 0 in each sequence
+    cu_seqlens: Tensor  # int32 [B + 1], or [B + 2] with padding
+    max_seqlen: int
+    predict_N: Tensor  # int64, into T
+    targets_N: Tensor  # int64
+    sequence_N: Tensor  # int64, 0..B-1, non-decreasing
+    sampler_logprobs_N: Tensor  # float32, of the distribution that was sampled
+    advantages_N: Tensor  # float32
+    weights_N: Tensor  # float32: the loss is sum_n weights_N * token_loss_N
+    lag_N: Tensor  # int64
+    rows: list[int]  # which sequences of the optimizer batch these are
+    num_sequences: int  # B
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same micro-batch with its tensors on `device` (copied without waiting, from pinned memory to CUDA)."""
+        if torch.device(device) == self.ids_T.device:
+            return self
+        pin = torch.device(device).type == "cuda"
+        moved = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = (value.pin_memory() if pin else value).to(device, non_blocking=True)
+            moved[f.name] = value
+        return MicroBatch(**moved)
+
+
+def plan(lengths: Seq[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
+    """Which rows each rank trains in each of its micro-batches: `plan(...)[rank][micro_batch]` is a list of rows.
+
+    The number of micro-batches is that of first-fit decreasing (at most 11/9 of the fewest possible), raised to a
+    multiple of `ranks`; then the rows are spread so that the loads are as even as they get, longest row first onto the
+    least loaded micro-batch. Every rank has the same number of micro-batches, and those with the same number have like
+    loads, because ranks wait for each other in each of them. A micro-batch may be empty when there are fewer rows
+    than places. A row longer than `budget` has one to itself. The same arguments give the same plan.
+    """
+    if budget < 1:
+        raise ValueError(f"train.tokens_per_microbatch={budget} must be at least 1")
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    bins = _first_fit(order, lengths, budget)
+    count = max(1, -(-len(bins) // ranks)) * ranks
+    even = _even(order, lengths, budget, count)
+    if even is None:  # the even spread broke the budget where first-fit keeps it: rare, and then the budget counts
+        even = bins + [[] for _ in range(count - len(bins))]
+    even.sort(key=lambda rows: (-sum(lengths[row] for row in rows), rows))
+    plans: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for start in range(0, count, ranks):
+        # back and forth, so that no rank always takes the largest of a round
+        turn = range(ranks) if (start // ranks) % 2 == 0 else range(ranks - 1, -1, -1)
+        for offset, rank in enumerate(turn):
+            plans[rank].append(sorted(even[start + offset]))
+    return plans
+
+
+def _first_fit(order: list[int], lengths: Seq[int], budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for row in order:
+        for i, space in enumerate(free):
+            if lengths[row] <= space:
+                bins[i].append(row)
+                free[i] -= lengths[row]
+                break
+        else:
+            bins.append([row])
+            free.append(budget - lengths[row])
+    return bins
+
+
+def _even(order: list[int], lengths: Seq[int], budget: int, count: int) -> list[list[int]] | None:
+    heap = [(0, i) for i in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for row in order:
+        load, i = heapq.heappop(heap)
+        if load and load + lengths[row] > budget:
+            return None
+        bins[i].append(row)
+        heapq.heappush(heap, (load + lengths[row], i))
+    return bins
+
+
+def pack(
+    sequences: Seq[Sequence],
+    *,
+    tokens_per_microbatch: int,
+    context: int,
+    pad_to: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> list[MicroBatch]:
+    """The micro-batches of one rank, on the CPU. `rows` counts in `sequences`.
+
+    `pad_to` fills T up to a multiple of this number, which compiled layers want; None adds no token. An empty
+    micro-batch (see `plan`) has one token, no sequence and N = 0: its loss is 0 and its backward pass touches every
+    parameter, as the other ranks' do.
+
+    Raises ValueError for a sequence longer than the model's `context`.
+    """
+    for row, s in enumerate(sequences):
+        assert min(len(s.prompt_ids), len(s.completion_ids)) > 0, f"row {row}: prompt or completion is empty"
+        assert len(s.completion_ids) == len(s.sampler_logprobs) == len(s.lags), f"row {row}: one entry per token"
+        if len(s) > context:
+            raise ValueError(
+                f"row {row} has {len(s)} tokens ({len(s.prompt_ids)} prompt + {len(s.completion_ids)} completion), "
+                f"the model's context is {context}: lower data.max_prompt_tokens or data.max_tokens"
+            )
+    rows_by_microbatch = plan([len(s) for s in sequences], tokens_per_microbatch, ranks)[rank]
+    return [_pack_one(sequences, rows, pad_to) for rows in rows_by_microbatch]
+
+
+def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> MicroBatch:
+    chosen = [sequences[row] for row in rows]
+    lengths = [len(s) for s in chosen]
+    trained = [len(s.completion_ids) for s in chosen]
+    total = sum(lengths)
+    padding = max(1 - total, 0)
+    if pad_to is not None:
+        padding = max(padding, -total % pad_to)
+    spans = [*lengths, padding] if padding else lengths
+    ids = [token for s in chosen for token in (*s.prompt_ids, *s.completion_ids)] + [0] * padding
+    starts = np.cumsum([0, *lengths])[:-1]
+    # token j of a completion is predicted from the position before it
+    predict = [np.arange(start + n - t, start + n) - 1 for start, n, t in zip(starts, lengths, trained, strict=True)]
+    per_sequence = {
+        "sequence_N": torch.arange(len(rows)),
+        "advantages_N": torch.tensor([s.advantage for s in chosen], dtype=torch.float32),
+        "weights_N": torch.tensor([s.weight for s in chosen], dtype=torch.float32),
+    }
+    repeats = torch.tensor(trained, dtype=torch.int64)
+    return MicroBatch(
+        ids_T=torch.tensor(ids, dtype=torch.int64),
+        positions_T=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in spans])),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *spans]).astype(np.int32)),
+        max_seqlen=max(spans),
+        predict_N=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *predict]).astype(np.int64)),
+        targets_N=torch.tensor([token for s in chosen for token in s.completion_ids], dtype=torch.int64),
+        sampler_logprobs_N=torch.tensor([x for s in chosen for x in s.sampler_logprobs], dtype=torch.float32),
+        lag_N=torch.tensor([x for s in chosen for x in s.lags], dtype=torch.int64),
+        rows=rows,
+        num_sequences=len(rows),
+        **{name: values.repeat_interleave(repeats) for name, values in per_sequence.items()},
+    )

@@ -1,0 +1,154 @@
+"""AdamW with float32 state for a model that computes in any dtype, gradient clipping, and the learning rate's schedule.
+
+A float32 model is stepped by torch's fused AdamW as it is. Parameters in bfloat16 get what a bfloat16 sum would lose: a
+float32 master copy, float32 moments, and a float32 gradient that the micro-batches add up in (`parameter.main_grad`; a
+hook moves each micro-batch's bfloat16 `.grad` there and frees it). After a step the masters are rounded into the model.
+
+A step whose gradient norm is not finite changes nothing: the caller reads it off the norm and decides. A saved and
+restored optimizer goes on bit for bit. Left out: 8-bit moments, parameter groups with their own learning rates.
+
+Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+Schedule = Literal["constant", "cosine"]
+
+
+def learning_rate(step: int, *, lr: float, warmup_steps: int, schedule: Schedule, total_steps: int) -> float:
+    """The rate of step `step` (from 0): linear from lr / warmup_steps to lr, then constant or half a cosine down to 0.
+
+    The cosine reaches 0 at `total_steps`, one step after the last.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class Optimizer:
+    """Steps `parameters` after the micro-batches' backward passes have added up their gradients.
+
+    `weight_decay` applies to matrices and leaves norms and biases alone. `max_grad_norm=0` turns clipping off; the norm
+    is measured all the same.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        max_grad_norm: float = 1.0,
+        warmup_steps: int = 0,
+        schedule: Schedule = "constant",
+        total_steps: int = 0,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"model.lr={lr} must be 0 or greater")
+        if schedule not in ("constant", "cosine"):
+            raise ValueError(f"model.schedule={schedule!r} must be constant or cosine")
+        if schedule == "cosine" and total_steps <= warmup_steps:
+            raise ValueError(f"a cosine schedule needs total_steps={total_steps} > warmup_steps={warmup_steps}")
+        self.lr, self.warmup_steps, self.schedule, self.total_steps = lr, warmup_steps, schedule, total_steps
+        self.max_grad_norm = max_grad_norm
+        self.steps = 0
+        self.parameters = [p for p in parameters if p.requires_grad]
+        assert self.parameters, "nothing to train"
+        # masters[i] is parameters[i] itself where that is wide enough
+        self.masters = [_master(p) for p in self.parameters]
+        groups = [
+            {"params": [m for m in self.masters if m.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters if m.ndim < 2], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+    @property
+    def next_lr(self) -> float:
+        """The rate that the next step will use."""
+        return learning_rate(
+            self.steps, lr=self.lr, warmup_steps=self.warmup_steps, schedule=self.schedule, total_steps=self.total_steps
+        )
+
+    def step(self) -> float:
+        """Clip, step, forget the gradients. Returns the gradient's 2-norm before clipping.
+
+        If the norm is not finite nothing is changed except that the gradients are forgotten.
+        """
+        wide = [p for p, m in zip(self.parameters, self.masters, strict=True) if p is m]
+        narrow = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+        for parameter, master in narrow:
+            master.grad = parameter.main_grad  # type: ignore[attr-defined]
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        assert grads, "no backward pass since the last step"
+        norm = get_total_norm(grads)
+        value = float(norm)
+        if math.isfinite(value):
+            if self.max_grad_norm:
+                clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = self.next_lr
+            self._adamw.step()
+            self._round_masters()
+            self.steps += 1
+        for parameter in wide:
+            parameter.grad = None
+        for parameter, _ in narrow:
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        return value
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of a batch that will not be stepped."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.grad = None
+            if parameter is not master:
+                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a continuation needs besides the model's own weights. Tensors are not copied."""
+        narrow = [m.detach() if p is not m else None for p, m in zip(self.parameters, self.masters, strict=True)]
+        return {"steps": self.steps, "adamw": self._adamw.state_dict(), "masters": narrow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, for the same parameters in the same order, and the model with it."""
+        masters = state["masters"]
+        if len(masters) != len(self.masters):
+            raise ValueError(f"the checkpoint holds {len(masters)} parameters, the model has {len(self.masters)}")
+        for parameter, master, saved in zip(self.parameters, self.masters, masters, strict=True):
+            if (saved is None) != (parameter is master):
+                raise ValueError("the checkpoint was written with another model.dtype")
+            if saved is not None:
+                master.detach().copy_(saved)
+        self._adamw.load_state_dict(state["adamw"])
+        self.steps = state["steps"]
+        self._round_masters()
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+
+def _master(parameter: torch.nn.Parameter) -> Tensor:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(_to_main_grad)
+    return torch.nn.Parameter(parameter.detach().float())
+
+
+def _to_main_grad(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
