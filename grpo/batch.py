@@ -60,6 +60,7 @@ class MicroBatch:
     lag_N: Tensor  # int64
     rows: list[int]  # which sequences of the optimizer batch these are
     num_sequences: int  # B
+    lengths: list[int]  # trained tokens of each sequence, which add up to N
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch with its tensors on `device` (copied without waiting, from pinned memory to CUDA)."""
@@ -188,5 +189,6 @@ def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> 
         lag_N=torch.tensor([x for s in chosen for x in s.lags], dtype=torch.int64),
         rows=rows,
         num_sequences=len(rows),
+        lengths=trained,
         **{name: values.repeat_interleave(repeats) for name, values in per_sequence.items()},
     )

@@ -1,16 +1,16 @@
 """The policy: a transformers causal language model that computes token logprobs of packed sequences.
 
 `Policy` loads a model, runs its layers on one pack [1, T] without padding, and takes logprobs and entropy from the
-hidden states of the trained positions only (`grpo.logprobs`). That goes around the model's own head and attention, so every
-load ends with a check against the model's own forward pass; a model with a feature that ours lacks (soft-capped or
-scaled logits, another attention) is refused there and never trained wrongly.
+hidden states of the trained positions only (`grpo.logprobs`). That goes around the model's own head and attention, so
+every load ends with a check against the model's own forward pass; a model with a feature that ours lacks (soft-capped
+or scaled logits, another attention) is refused there and never trained wrongly.
 
 The parameters are in `dtype`; float32 masters for bfloat16 live in `grpo.optimizer`. A reference policy is a second
 `Policy` with `trainable=False`, so that its memory is only paid by the losses that need one. Dropout is off: with it,
 the ratio of a token would be noise. Left out: adapters, sharding, models whose checkpoints rename their parameters.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from grpo import attention
 from grpo.batch import MicroBatch, Sequence, pack
-from grpo.logprobs import TokenLoss, head_backward, token_logprobs
+from grpo.logprobs import BlockLoss, block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -62,11 +62,15 @@ class Policy:
         self._check_forward()
         # After the check, which runs the layers with lengths and an attention that training never uses.
         layers: nn.ModuleList = self.body.layers
-        for layer in layers:
-            if checkpointing != "none" and trainable:
-                layer.forward = _checkpointed(layer.forward, checkpointing)
-            if compile:
+        if checkpointing != "none" and trainable:
+            kinds = {kind: _checkpointed(kind, checkpointing) for kind in {type(layer) for layer in layers}}
+            for layer in layers:
+                layer.__class__ = kinds[type(layer)]
+        if compile:
+            for layer in layers:
                 layer.compile()
+        # Tokens that micro-batches are filled up to: what compiled layers were specialised for stays true.
+        self.pad_to: int | None = 256 if compile else None
 
     @property
     def context(self) -> int:
@@ -121,22 +125,34 @@ class Policy:
             self.hidden(mb), self.head.weight, mb.targets_N, temperature, bias_V=self._bias, entropy_grad=entropy_grad
         )
 
-    def backward(self, mb: MicroBatch, temperature: float, token_loss: TokenLoss) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a micro-batch in one call, one product of N x V x D cheaper than through `logprobs`.
+    def backward(
+        self, mb: MicroBatch, temperature: float, block_loss: BlockLoss, by_token: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a micro-batch in one call, a product of N x V x D cheaper than through `logprobs`.
 
-        For losses that are a sum over tokens of something of that token alone. `token_loss(logprobs, entropy, where)`
-        is called for blocks of the N tokens, `where` being their place, and returns their share of the loss. Gradients
-        are added to the parameters'. Returns logprobs_N and entropy_N, detached.
+        `block_loss(logprobs, entropy, where)` is called for blocks of the N tokens, `where` being their place, and
+        returns their share of the loss as a scalar; the shares add up. Either argument may take part in the gradient. A
+        block holds whole sequences, unless `by_token` says that the loss is a sum over tokens of something of that
+        token alone; where a sequence is too long for a block, it is all of N. Gradients are added to the parameters'.
+
+        Returns logprobs_N and entropy_N, detached.
         """
-        hidden_ND = self.hidden(mb)
         weight_VD, bias_V = self.head.weight, self._bias
+        rows = block_rows(weight_VD)
+        blocks = even_blocks(len(mb.targets_N), rows) if by_token else sequence_blocks(mb.lengths, rows)
+        if blocks is None:
+            logprobs_N, entropy_N = self.logprobs(mb, temperature, entropy_grad=True)
+            block_loss(logprobs_N, entropy_N, slice(0, len(mb.targets_N))).backward()
+            return logprobs_N.detach(), entropy_N.detach()
+        hidden_ND = self.hidden(mb)
         weight_grad, bias_grad = _gradient_buffer(weight_VD), None if bias_V is None else _gradient_buffer(bias_V)
         logprobs_N, entropy_N, hidden_grad_ND = head_backward(
             hidden_ND.detach(),
             weight_VD,
             mb.targets_N,
             temperature,
-            token_loss,
+            block_loss,
+            blocks,
             weight_grad,
             bias_V=bias_V,
             bias_grad_V=bias_grad,
@@ -215,13 +231,20 @@ def _give(parameter: Tensor, buffer: Tensor | None) -> None:
     parameter.grad = buffer.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(buffer)
 
 
-def _checkpointed(forward: Callable[..., Tensor], checkpointing: Checkpointing) -> Callable[..., Tensor]:
+def _checkpointed(layer_type: type[nn.Module], checkpointing: Checkpointing) -> type[nn.Module]:
+    """A layer that computes its forward pass again in the backward pass.
+
+    A subclass rather than a function around each layer: torch.compile then sees one piece of code for all layers, and
+    leaves out of the second pass what no gradient needs (the MLP's way down).
+    """
     kept: dict[str, Any] = {"context_fn": _selective} if checkpointing == "selective" else {}
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kept, **kwargs)
+    class Checkpointed(layer_type):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kept, **kwargs)
 
-    return run
+    Checkpointed.__name__ = layer_type.__name__
+    return Checkpointed
 
 
 def _selective() -> Any:
