@@ -19,8 +19,8 @@ _WARPS = 8
 def _statistics(logits, stride, targets, logprobs, entropy, lse, temperature, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    # Each lane keeps the maximum, the sum and the weighted sum of what it has seen; one reduction at the end. The start
-    # is finite so that a lane that has seen nothing but -inf has no inf - inf.
+    # Each lane keeps the maximum, the sum of e = exp(z - top) and of e (z - top) over what it has seen; one reduction at
+    # the end. The start is finite so that a lane that has seen nothing but -inf has no inf - inf.
     top = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -30,17 +30,19 @@ def _statistics(logits, stride, targets, logprobs, entropy, lse, temperature, V,
         new_top = tl.maximum(top, z)
         shrink = tl.exp(top - new_top)
         e = tl.exp(z - new_top)
+        weighted = (weighted + total * (top - new_top)) * shrink + tl.where(e > 0, e * (z - new_top), 0.0)
         total = total * shrink + e
-        weighted = weighted * shrink + tl.where(e > 0, e * z, 0.0)
         top = new_top
     highest = tl.max(top, 0)
     shrink = tl.exp(top - highest)
     total_all = tl.sum(total * shrink, 0)
+    # sum of p (z - highest): the entropy is a difference of numbers of its own size, not of the logits'
+    mean = tl.sum((weighted + total * (top - highest)) * shrink, 0) / total_all
     lse_row = highest + tl.log(total_all)
     target = tl.load(logits + tl.load(targets + row)).to(tl.float32) / temperature
     tl.store(lse + row, lse_row)
     tl.store(logprobs + row, target - lse_row)
-    tl.store(entropy + row, lse_row - tl.sum(weighted * shrink, 0) / total_all)
+    tl.store(entropy + row, tl.log(total_all) - mean)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ Law 4: logits are divided by the temperature in float32, before the normalisatio
 the logprob at temperature T.) With z = logits / T and p = softmax(z):
 
     logprob_n = z_ny - logsumexp(z_n)           d logprob_n / d z_nv = [v = y] - p_nv
-    entropy_n = logsumexp(z_n) - sum_v p z      d entropy_n / d z_nv = -p_nv (log p_nv + entropy_n)
+    entropy_n = -sum_v p_nv log p_nv            d entropy_n / d z_nv = -p_nv (log p_nv + entropy_n)
 
 On CUDA the row operations are those of `grpo.kernels`, and logits of bfloat16 weights leave the product in float32.
 Left out: ignored targets (what is not trained is not passed in), label smoothing, logit soft-capping (`grpo.model`
@@ -214,13 +214,14 @@ def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tup
         from grpo import kernels  # Triton exists where CUDA does
 
         return kernels.statistics(logits_CV, targets_C, temperature)
-    z_CV = logits_CV / temperature
-    lse_C = z_CV.logsumexp(1)
-    logprobs_C = z_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C
-    p_CV = torch.exp(z_CV - lse_C[:, None])
+    logp_CV = logits_CV / temperature
+    lse_C = logp_CV.logsumexp(1)
+    logp_CV.sub_(lse_C[:, None])
+    logprobs_C = logp_CV.gather(1, targets_C[:, None]).squeeze(1)
+    p_CV = logp_CV.exp()
     # A logit of -inf has p = 0, and 0 * -inf would make the entropy NaN: it contributes nothing.
-    weighted_C = p_CV.mul_(z_CV.masked_fill_(z_CV == -torch.inf, 0.0)).sum(1)
-    return logprobs_C, lse_C - weighted_C, lse_C
+    entropy_C = p_CV.mul_(logp_CV.masked_fill_(logp_CV == -torch.inf, 0.0)).sum(1).neg_()
+    return logprobs_C, entropy_C, lse_C
 
 
 def _logits_grad_(

@@ -1,0 +1,223 @@
+"""Token logprobs and entropy against float64 references, finite differences, and full logits."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo.logprobs import block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
+
+N, V, D = 11, 37, 8
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (0.7 * torch.randn(n, D, generator=draw, dtype=torch.float64) for n in (N, V))
+    bias = torch.randn(V, generator=draw, dtype=torch.float64)
+    targets = torch.randint(V, (N,), generator=draw)
+    return (
+        hidden.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        bias.to(dtype).requires_grad_(),
+        targets,
+    )
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = hidden.double() @ weight.double().T / temperature
+    logits = logits if bias is None else logits + bias.double() / temperature
+    logp = logits.log_softmax(1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(1)
+
+
+def test_by_hand() -> None:
+    # logits 0 and ln 3: probabilities 1/4 and 3/4, at T = 2 they are 1/(1+sqrt 3) and the rest
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), 1.0)
+    assert logprobs.item() == pytest.approx(math.log(0.75), abs=1e-6)
+    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=1e-6)
+    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([0]), 2.0)
+    assert logprobs.item() == pytest.approx(-math.log(1 + math.sqrt(3)), abs=1e-6)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_values_and_gradients_equal_autograd_through_full_logits(
+    temperature: float, with_bias: bool, rows: int
+) -> None:
+    hidden, weight, bias, targets = inputs()
+    leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+    bias_or_none = bias if with_bias else None
+    upstream, upstream_entropy = torch.randn(2, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours = token_logprobs(hidden, weight, targets, temperature, bias_V=bias_or_none, entropy_grad=True, rows=rows)
+    theirs = reference(hidden, weight, bias_or_none, targets, temperature)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    mine = torch.autograd.grad((ours[0] * upstream + ours[1] * upstream_entropy).sum(), leaves)
+    expected = torch.autograd.grad((theirs[0] * upstream + theirs[1] * upstream_entropy).sum(), leaves)
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("blocks", [[slice(0, N)], [slice(0, 2), slice(2, 9), slice(9, N)]])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_one_pass_equals_two(blocks: list[slice], temperature: float) -> None:
+    hidden, weight, bias, targets = inputs()
+    factor = torch.linspace(-1, 2, N, dtype=torch.float64)
+
+    def loss(
+        logprobs: Tensor, entropy: Tensor, where: slice
+    ) -> Tensor:  # not linear, so the gradient depends on values
+        return (factor[where] * (logprobs.exp() + 0.3 * entropy**2)).sum()
+
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, bias_V=bias, entropy_grad=True)
+    expected = torch.autograd.grad(loss(logprobs, entropy, slice(0, N)), [hidden, weight, bias])
+    weight_grad, bias_grad = torch.ones(V, D, dtype=torch.float64), torch.zeros(V, dtype=torch.float64)
+    seen = []
+
+    def noted(*arguments: Tensor | slice) -> Tensor:
+        seen.append(arguments[2])
+        return loss(*arguments)  # type: ignore[arg-type]
+
+    ours = head_backward(
+        hidden.detach(), weight, targets, temperature, noted, blocks, weight_grad, bias_V=bias, bias_grad_V=bias_grad
+    )
+    assert seen == blocks
+    torch.testing.assert_close(ours[0], logprobs.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours[1], entropy.detach(), rtol=0, atol=1e-12)
+    for mine, theirs in zip(
+        (ours[2], weight_grad - 1, bias_grad), expected, strict=True
+    ):  # - 1: it adds to what is there
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+def test_finite_differences() -> None:
+    hidden, weight, bias, targets = inputs()
+
+    def function(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(h, w, targets, 0.8, bias_V=b, entropy_grad=True, rows=4)
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+def test_float32_is_close_to_float64() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    exact = reference(hidden, weight, bias, targets, 0.7)
+    ours = token_logprobs(hidden, weight, targets, 0.7, bias_V=bias)
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6)
+
+
+def test_temperature_is_not_applied_to_the_raw_logprob() -> None:
+    hidden, weight, _, targets = inputs()
+    raw, _ = token_logprobs(hidden, weight, targets, 1.0)
+    tempered, _ = token_logprobs(hidden, weight, targets, 0.6)
+    exact, _ = reference(hidden, weight, None, targets, 0.6)
+    torch.testing.assert_close(tempered, exact, rtol=0, atol=1e-12)
+    assert (raw / 0.6 - exact).abs().mean() > 0.3
+    with pytest.raises(ValueError, match=r"rollout.temperature=0.0 must be greater than 0"):
+        token_logprobs(hidden, weight, targets, 0.0)
+
+
+def test_forbidden_tokens_give_no_nan() -> None:
+    hidden, weight, bias, targets = inputs()
+    with torch.no_grad():
+        targets[:] = 3
+        bias[10:20] = -torch.inf
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, bias_V=bias, entropy_grad=True)
+    kept = torch.cat([torch.arange(10), torch.arange(20, V)])
+    exact = reference(hidden, weight[kept], bias[kept], targets, 0.7)
+    torch.testing.assert_close((logprobs, entropy), exact, rtol=0, atol=1e-12)
+    (logprobs + entropy).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert weight.grad is not None
+    assert (weight.grad[10:20] == 0).all()
+
+
+def test_a_nan_stays_visible() -> None:
+    hidden, weight, _, targets = inputs()
+    with torch.no_grad():
+        hidden[4, 0] = torch.nan
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0)
+    assert torch.isnan(logprobs).nonzero().tolist() == torch.isnan(entropy).nonzero().tolist() == [[4]]
+
+
+def test_entropy_has_no_gradient_unless_asked() -> None:
+    hidden, weight, _, targets = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_bfloat16_weights_give_float32_logprobs() -> None:
+    hidden, weight, _, targets = inputs(torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.9, entropy_grad=True)
+    exact = reference(hidden, weight, None, targets, 0.9)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact[0], rtol=0, atol=0.1)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens() -> None:
+    hidden, weight, _, targets = inputs()
+    logprobs, _ = token_logprobs(hidden[:0], weight, targets[:0], 1.0)
+    assert logprobs.shape == (0,)
+    (weight_grad,) = torch.autograd.grad(logprobs.sum(), [weight])
+    assert (weight_grad == 0).all()
+
+
+def test_blocks() -> None:
+    assert even_blocks(10, 4) == [slice(0, 3), slice(3, 6), slice(6, 10)]
+    assert even_blocks(0, 4) == []
+    assert sequence_blocks([3, 2, 4, 1], 5) == [slice(0, 5), slice(5, 10)]
+    assert sequence_blocks([3, 6], 5) is None
+    assert sequence_blocks([], 5) == []
+    assert block_rows(torch.empty(151_936, 1)) == 64  # 39 MB of float32
+
+
+KERNELS = """
+import torch
+from grpo import kernels, logprobs
+
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for temperature in (0.7, 1.0):
+        logits = (torch.randn(5, 9001) * 4).to(dtype)
+        logits[1, :4500] = -torch.inf
+        targets, grad, entropy_grad = torch.randint(4500, 9001, (5,)), torch.randn(5), torch.randn(5)
+        exact = logprobs._statistics(logits.double(), targets, temperature)
+        ours = kernels.statistics(logits, targets, temperature)
+        for a, b in zip(ours, exact):
+            assert (a - b).abs().max() < 4e-6, (dtype, temperature)
+        for g in (None, entropy_grad):
+            expected = logprobs._logits_grad_(
+                logits.double(), targets, exact[2], grad.double(), exact[1], g, temperature, torch.float64
+            )
+            for out in {dtype, torch.bfloat16}:
+                mine = kernels.logits_grad_(logits.clone(), targets, ours[2], grad, ours[1], g, temperature, out)
+                bound = 2e-5 if out == torch.float32 else 2.0**-7 * expected.abs().max()
+                assert (mine - expected).abs().max() < bound, (dtype, out, temperature)
+        logits[2, 3] = torch.nan
+        assert torch.isnan(torch.stack(kernels.statistics(logits, targets, temperature)))[:, 2].all()
+print("kernels agree")
+"""
+
+
+def test_kernels_equal_torch_in_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read at import, hence a process of its own
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "kernels agree" in done.stdout, done.stderr
