@@ -16,7 +16,9 @@ _WARPS = 8
 
 
 @triton.jit
-def _statistics(logits, stride, targets, logprobs, entropy, lse, temperature, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _statistics(  # type: ignore[no-untyped-def]
+    logits, stride, targets, logprobs, entropy, lse, temperature, V, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     # Each lane keeps the maximum, the sum of e = exp(z - top) and of e (z - top) over what it has seen; one reduction at
