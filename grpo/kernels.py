@@ -21,7 +21,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    # Each lane keeps the maximum, the sum of e = exp(z - top) and of e (z - top) over what it has seen; one reduction at
+    # Each lane keeps the maximum and the sums of e = exp(z - top) and of e (z - top) over what it sees; reduced at
     # the end. The start is finite so that a lane that has seen nothing but -inf has no inf - inf.
     top = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

@@ -61,14 +61,19 @@ class Policy:
             self.model.requires_grad_(False)
         self._check_forward()
         # After the check, which runs the layers with lengths and an attention that training never uses.
-        layers: nn.ModuleList = self.body.layers
+        layers: Any = getattr(self.body, "layers", None)
+        if layers is None and (compile or checkpointing != "none"):
+            raise ValueError(
+                f"model type {self.config.model_type!r} has no list of layers to compile or to checkpoint: "
+                f"set model.compile=false and model.checkpointing=none"
+            )
         if checkpointing != "none" and trainable:
             kinds = {kind: _checkpointed(kind, checkpointing) for kind in {type(layer) for layer in layers}}
             for layer in layers:
                 layer.__class__ = kinds[type(layer)]
         if compile:
             for layer in layers:
-                layer.compile()
+                layer.compile(dynamic=True)
         # Tokens that micro-batches are filled up to: what compiled layers were specialised for stays true.
         self.pad_to: int | None = 256 if compile else None
 
@@ -176,7 +181,10 @@ class Policy:
         ids = [torch.randint(self.vocab_size, (n,), generator=draw).tolist() for n in lengths]
         rows = [Sequence(x[:1], x[1:], [0.0] * (len(x) - 1), [0] * (len(x) - 1), 0.0, 0.0) for x in ids]
         (mb,) = pack(rows, tokens_per_microbatch=sum(lengths), context=self.context)
-        ours_N = self.logprobs(mb.to(self.device), 1.0)[0]
+        try:
+            ours_N = self.logprobs(mb.to(self.device), 1.0)[0]
+        except ValueError as error:  # an attention that ours refuses
+            raise ValueError(f"model type {kind!r} cannot be trained: {error}; choose another model.path") from error
         own = []
         self.model.set_attn_implementation("sdpa")
         for row in ids:
