@@ -157,6 +157,10 @@ def test_a_nan_is_an_alarm() -> None:
     assert DriftAlarm().check(drifted(None, {1: math.nan})) == "lag"
 
 
+def test_a_low_sample_size_at_lag_0_is_never_called_policy_lag() -> None:
+    assert DriftAlarm().check({"lag_0/tokens": 1000, "lag_0/kl": 0.004, "lag_0/ess": 0.1}) is None
+
+
 def test_few_tokens_are_not_judged() -> None:
     assert DriftAlarm().check(drifted(0.5, {1: 0.1}, tokens=99)) is None
     assert DriftAlarm().check({}) is None
