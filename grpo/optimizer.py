@@ -140,11 +140,16 @@ class Optimizer:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
+def accumulate_in_float32(parameter: torch.nn.Parameter) -> None:
+    """Add up a bfloat16 parameter's gradients in `parameter.main_grad`, float32; its `.grad` is freed as it arrives."""
+    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(_to_main_grad)
+
+
 def _master(parameter: torch.nn.Parameter) -> Tensor:
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
-    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(_to_main_grad)
+    accumulate_in_float32(parameter)
     return torch.nn.Parameter(parameter.detach().float())
 
 
