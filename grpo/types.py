@@ -87,7 +87,7 @@ class Sampling:
 
     temperature: float
     max_tokens: int
-    seed: int
+    seed: int | None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 

@@ -1,0 +1,150 @@
+"""Checkpoints: a model directory that transformers and vLLM load as it is, plus `trainer.pt` with everything else.
+
+    checkpoints/step_000100/    config.json, model.safetensors, tokenizer files, trainer.pt
+    checkpoints/latest          the name of the newest complete one
+
+A checkpoint is written aside, flushed to disk and renamed: a folder named step_* is always complete. The servers go on
+generating meanwhile. Resuming needs few numbers, because groups are consumed in stream order: the number of groups
+consumed says where the data goes on (law 2), and groups that were in flight are generated again.
+"""
+
+import logging
+import os
+import random
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo.model import Policy
+from grpo.optimizer import Optimizer
+
+log = logging.getLogger(__name__)
+
+SPARE_BYTES = 1 << 30  # of free disk beyond the checkpoint itself
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands, besides weights and optimizer. `groups` counts groups consumed, discarded ones included."""
+
+    step: int
+    version: int
+    groups: int
+    places: int
+    ledger: dict[str, int]
+
+
+class Checkpoints:
+    """Writes and prunes the checkpoints of one run. keep: how many of the newest stay; 0 keeps all."""
+
+    def __init__(self, folder: Path, *, keep: int, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.config = config
+
+    def save(self, policy: Policy, optimizer: Optimizer, progress: Progress) -> dict[str, float]:
+        """Write `step_<n>`; returns {"checkpoint/seconds", "checkpoint/bytes"}. Raises OSError when the disk is full."""
+        started = time.monotonic()
+        target = self.folder / f"step_{progress.step:06d}"
+        if target.exists():  # written by the run that was resumed from it
+            return {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_space(policy)
+        aside = self.folder / f".{target.name}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        policy.save(aside)
+        state = {
+            "progress": asdict(progress),
+            "optimizer": optimizer.state_dict(),
+            "rng": rng_state(),
+            "config": self.config,
+        }
+        torch.save(state, aside / "trainer.pt")
+        size = 0
+        for path in sorted(aside.rglob("*")):
+            if path.is_file():
+                size += path.stat().st_size
+                flush(path)
+        aside.rename(target)
+        flush(self.folder)
+        latest = self.folder / "latest.tmp"
+        latest.write_text(target.name + "\n", encoding="utf-8")
+        latest.replace(self.folder / "latest")
+        self._prune()
+        seconds = time.monotonic() - started
+        log.info("checkpoint %s: %.1f MB in %.2f s", target.name, size / 1e6, seconds)
+        return {"checkpoint/seconds": seconds, "checkpoint/bytes": float(size)}
+
+    def _check_space(self, policy: Policy) -> None:
+        # weights, and two float32 moments plus a master for each
+        need = sum(p.numel() * (p.element_size() + 12) for p in policy.parameters()) + SPARE_BYTES
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise OSError(f"{self.folder}: {free / 1e9:.1f} GB free, a checkpoint needs {need / 1e9:.1f} GB")
+
+    def _prune(self) -> None:
+        if self.keep:
+            for old in complete(self.folder)[: -self.keep]:
+                shutil.rmtree(old)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `resume=<path>` means: a checkpoint itself, or the newest of a run folder. ValueError if none."""
+    if (path / "trainer.pt").is_file():
+        return path
+    found = complete(path / "checkpoints")
+    if not found:
+        raise ValueError(f"resume={path}: no checkpoint there (a run folder with checkpoints/step_*, or one of those)")
+    return found[-1]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What `save` put into trainer.pt, on the CPU. Only tensors and plain data are unpickled."""
+    state: dict[str, Any] = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+    return state
+
+
+def rng_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": _to_lists(random.getstate()),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(_to_tuples(state["python"]))
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _to_tuples(value: Any) -> Any:
+    return tuple(_to_tuples(v) for v in value) if isinstance(value, list) else value

