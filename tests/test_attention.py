@@ -15,6 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from grpo import attention
 from grpo.attention import NAME, packed_attention, packing
 
 SIZES: dict[str, Any] = {
@@ -120,3 +121,98 @@ def test_shape_is_what_transformers_expects() -> None:
 def test_what_cannot_be_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attend(**changes)
+
+
+def reference_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    left: int,
+    scale: float,
+) -> Tensor:
+    """Attention by its definition: a loop over sequences, a mask of who sees whom, key heads shared by groups."""
+    out = torch.empty_like(query)
+    group = query.shape[1] // key.shape[1]
+    for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        assert b - a <= max_q
+        back = torch.arange(b - a)[:, None] - torch.arange(b - a)
+        seen = (back >= 0) & (back <= left if left >= 0 else back >= 0)
+        for head in range(query.shape[1]):
+            scores = query[a:b, head] @ key[a:b, head // group].T * scale
+            out[a:b, head] = scores.masked_fill(~seen, -torch.inf).softmax(1) @ value[a:b, head // group]
+    return out
+
+
+def newer(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **given: Any) -> Tensor:
+    """torch 2.13's signature: `window_size` counts what lies to the left, grouped heads are asked for."""
+    assert given["window_size"][1] == 0
+    assert given["enable_gqa"]
+    return reference_varlen(q, k, v, cu_q, cu_k, max_q, max_k, given["window_size"][0], given["scale"])
+
+
+def older(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **given: Any) -> Tensor:
+    """An early signature: causal or not, the scale fixed, every head its own key."""
+    assert given == {"is_causal": True}
+    assert k.shape == q.shape
+    return reference_varlen(q, k, v, cu_q, cu_k, max_q, max_k, -1, q.shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kernel", [newer, older])
+def test_the_kernel_is_called_as_its_torch_wants(
+    kernel: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, sum(LENGTHS), 8, dtype=torch.float64, generator=draw)
+    k, v = torch.randn(2, 1, 2, sum(LENGTHS), 8, dtype=torch.float64, generator=draw)
+    parameters = {"window_size", "scale", "enable_gqa"} if kernel is newer else {"is_causal"}
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_VARLEN_PARAMETERS", parameters)
+    given = {"scaling": 0.3, "sliding_window": window}
+    on_gpu = {"cu_seq_lens_q": borders(LENGTHS), "max_length_q": 16}
+    if kernel is older and window is not None:
+        with pytest.raises(ValueError, match="no sliding window in varlen_attn, the model one of 3"):
+            packed_attention(Layer(), q, k, v, None, **given, **on_gpu)
+        return
+    through_kernel, _ = packed_attention(Layer(), q, k, v, None, **given, **on_gpu)
+    through_rows, _ = packed_attention(Layer(), q, k, v, None, **given, **packing(borders(LENGTHS), 12, torch.float64))
+    torch.testing.assert_close(through_kernel, through_rows, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_cuda_packed_equals_alone_and_float64(kind: str) -> None:
+    config = copy.deepcopy(CONFIGS[kind])
+    config.head_dim = 64
+    torch.manual_seed(0)
+    narrow = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME).cuda().eval()
+    exact = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float64, attn_implementation="sdpa"
+    ).eval()
+    exact.load_state_dict(narrow.state_dict())
+    ids = [torch.randint(61, (1, n), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+
+    def run(rows: list[Tensor]) -> Tensor:
+        lengths = [row.shape[1] for row in rows]
+        arguments = packing(borders(lengths).cuda(), max(lengths), torch.bfloat16)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+        return narrow(input_ids=torch.cat(rows, 1).cuda(), position_ids=positions, use_cache=False, **arguments).logits[
+            0
+        ]
+
+    together = run(ids)
+    alone = torch.cat([run([row]) for row in ids])
+    expected = torch.cat([exact(input_ids=row, use_cache=False).logits[0] for row in ids])
+    assert (together.cpu() - expected).norm() < 0.05 * expected.norm()
+    assert (together - alone).norm() < 0.02 * alone.norm()
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (together * weights.cuda().bfloat16()).sum().backward()
+    (expected * weights).sum().backward()
+    theirs = gradients(exact)
+    for name, gradient in gradients(narrow).items():
+        assert (gradient.cpu() - theirs[name]).norm() < 0.2 * theirs[name].norm(), name

@@ -221,3 +221,39 @@ def test_kernels_equal_torch_in_tritons_interpreter() -> None:
         [sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert "kernels agree" in done.stdout, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_cuda_equals_float64(dtype: torch.dtype, temperature: float) -> None:
+    """Both ways, in several blocks, with an entropy term, against float64 on the CPU from the same rounded inputs."""
+    n, vocabulary, width = 300, 5003, 64
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, width, generator=draw).to(dtype).cuda().requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=draw) * 0.4).to(dtype).cuda().requires_grad_()
+    targets = torch.randint(vocabulary, (n,), generator=draw).cuda()
+    factor = torch.randn(n, generator=draw).cuda()
+
+    def loss(logprobs: Tensor, entropy: Tensor, where: slice) -> Tensor:
+        scale = factor[where].to(logprobs.device, logprobs.dtype)
+        return (scale * (logprobs.clamp(min=-30) + 0.5 * entropy)).sum()
+
+    leaves = [x.detach().double().cpu().requires_grad_() for x in (hidden, weight)]
+    exact = reference(*leaves, None, targets.cpu(), temperature)
+    expected = torch.autograd.grad(loss(*exact, slice(None)), leaves)
+    values = token_logprobs(hidden, weight, targets, temperature, entropy_grad=True, rows=128)
+    gradients = torch.autograd.grad(loss(*values, slice(None)), [hidden, weight])
+    weight_grad = torch.zeros(vocabulary, width, device="cuda")
+    blocks = even_blocks(n, 128)
+    *again, hidden_grad = head_backward(
+        hidden.detach(), weight.detach(), targets, temperature, loss, blocks, weight_grad
+    )
+    bound = 1e-5 if dtype == torch.float32 else 6e-3  # bfloat16 rounds the gradient in the logits
+    for mine in (values, again):
+        for a, b in zip(mine, exact, strict=True):
+            assert (a.double().cpu() - b).abs().max() < 1e-4  # logits leave the product in float32
+    for mine in (gradients, (hidden_grad, weight_grad)):
+        for a, b in zip(mine, expected, strict=True):
+            assert (a.double().cpu() - b).norm() < bound * b.norm()

@@ -302,3 +302,33 @@ def test_an_older_model_without_rotary_positions(tmp_path: Path) -> None:
 def test_mistakes(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         Policy(tmp_path, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_cuda_equals_the_cpu(folder: Path, dtype: str, compile: bool, checkpointing: Any) -> None:
+    torch._dynamo.reset()
+    exact, policy = (
+        Policy(folder, dtype="float64"),
+        Policy(folder, dtype=dtype, device="cuda", compile=compile, checkpointing=checkpointing),
+    )
+    exact.model.load_state_dict(policy.model.state_dict())  # the same rounded weights
+    optimizer = Optimizer(policy.parameters(), lr=0.0, max_grad_norm=0.0)
+    largest = 0.0
+    for budget in (500, 30):
+        exact.model.zero_grad()
+        optimizer.zero_grad()
+        for cpu, mb in zip(batches(exact, budget), batches(policy, budget, policy.pad_to), strict=True):
+            expected = torch.stack(exact.backward(cpu, 0.7, loss_of(cpu)))
+            mb = mb.to("cuda")
+            largest = max(
+                largest, float((torch.stack(policy.backward(mb, 0.7, loss_of(mb))).cpu() - expected).abs().max())
+            )
+    ours = {name: getattr(p, "main_grad", p.grad) for name, p in policy.model.named_parameters()}
+    assert largest < (5e-4 if dtype == "float32" else 1.0)
+    for name, gradient in gradients(exact).items():
+        assert (ours[name].cpu() - gradient).norm() < (1e-3 if dtype == "float32" else 0.2) * gradient.norm(), name
+    assert optimizer.step() > 0
