@@ -47,9 +47,7 @@ def test_nothing_is_generated_past_the_last_step() -> None:
     assert a.places == 3
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("max_staleness", -1), ("max_inflight", 0), ("groups_per_step", 0)]
-)
+@pytest.mark.parametrize(("key", "value"), [("max_staleness", -1), ("max_inflight", 0), ("groups_per_step", 0)])
 def test_impossible_settings_name_key_and_value(key: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{key}={value}"):
         admission(**{key: value})
@@ -65,7 +63,9 @@ def test_the_version_never_goes_back() -> None:
     staleness=st.integers(0, 4),
     per_step=st.integers(1, 4),
     start=st.integers(0, 50),
-    events=st.lists(st.tuples(st.sampled_from(["admit", "finish", "discard", "train"]), st.integers(0, 7)), max_size=200),
+    events=st.lists(
+        st.tuples(st.sampled_from(["admit", "finish", "discard", "train"]), st.integers(0, 7)), max_size=200
+    ),
 )
 @settings(deadline=None)
 def test_no_order_of_events_breaks_the_bound(

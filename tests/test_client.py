@@ -26,9 +26,7 @@ def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "BACKOFF_FIRST", 0.001)
 
 
-def with_client(
-    urls: list[str], work: Callable[[Client], Coroutine[Any, Any, Any]], **options: Any
-) -> Any:
+def with_client(urls: list[str], work: Callable[[Client], Coroutine[Any, Any, Any]], **options: Any) -> Any:
     async def go() -> Any:
         async with Client(urls, vocab_size=VOCAB, **options) as client:
             return await work(client)
@@ -62,9 +60,10 @@ def test_ids_logprobs_and_versions_come_back_one_per_token(server: FakeServer) -
 
 
 def test_every_sampling_parameter_is_named_so_a_servers_defaults_have_no_effect(tiny_dir: Path) -> None:
-    with FakeServer(tiny_dir) as plain, FakeServer(
-        tiny_dir, sampling_defaults={"repetition_penalty": 1.5, "top_k": 2, "temperature": 0.1}
-    ) as odd:
+    with (
+        FakeServer(tiny_dir) as plain,
+        FakeServer(tiny_dir, sampling_defaults={"repetition_penalty": 1.5, "top_k": 2, "temperature": 0.1}) as odd,
+    ):
         sync(plain), sync(odd)
         assert generate(plain) == generate(odd)
 
@@ -174,9 +173,7 @@ def test_256_requests_are_open_at_once(server: FakeServer) -> None:
     server.hold()
 
     async def many(client: Client) -> int:
-        tasks = [
-            asyncio.create_task(client.generate(PROMPT, SAMPLING, request_id=f"r{i}")) for i in range(256)
-        ]
+        tasks = [asyncio.create_task(client.generate(PROMPT, SAMPLING, request_id=f"r{i}")) for i in range(256)]
         await asyncio.to_thread(server.wait_for, lambda s: s.open_now == 256)
         server.release()
         return len(await asyncio.gather(*tasks))

@@ -292,7 +292,12 @@ class Loader:
         results = await asyncio.gather(*(self._completion(index, prompt, i) for i in range(self.group_size)))
         group = Group(index, prompt, [c for c in results if isinstance(c, Completion)])
         refused = next((r for r in results if isinstance(r, RequestRefused)), None)
-        group.discarded = "refused" if refused is not None else self.judge(group)
+        if refused is not None:
+            group.discarded = "refused"
+        elif not group.completions:
+            group.discarded = "invalid"
+        else:
+            group.discarded = self.judge(group)
         with self._ready:
             del self._open[index]
             self._done[index] = group
