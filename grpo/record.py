@@ -174,6 +174,10 @@ class Recorder:
         write_atomic(self.folder / "summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
         self.write_status()
         self._mirrored("close", state, summary)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; `finish` does it too."""
         for file in self._files.values():
             file.close()
 
