@@ -83,6 +83,11 @@ def test_plan_by_hand() -> None:
     assert sorted(loads) == [4, 6]
 
 
+def test_the_budget_counts_more_than_even_loads() -> None:
+    # longest first onto the least loaded gives 3+2+2 and 3+2, and 7 is too many; first-fit has 3+3 and 2+2+2
+    assert sorted(plan([3, 3, 2, 2, 2], 6)[0]) == [[0, 1], [2, 3, 4]]
+
+
 def test_plan_gives_ranks_equal_rounds() -> None:
     lengths = [8, 7, 6, 5, 4, 3, 2, 1]
     ranks = plan(lengths, 9, ranks=2)

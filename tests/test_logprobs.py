@@ -169,6 +169,15 @@ def test_bfloat16_weights_give_float32_logprobs() -> None:
     assert weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("rows", [None, 4])
+def test_a_second_backward_gives_the_same(rows: int | None) -> None:
+    hidden, weight, _, targets = inputs()
+    total = token_logprobs(hidden, weight, targets, 0.7, rows=rows)[0].sum()
+    first = torch.autograd.grad(total, [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(total, [hidden, weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_no_tokens() -> None:
     hidden, weight, _, targets = inputs()
     logprobs, _ = token_logprobs(hidden[:0], weight, targets[:0], 1.0)
