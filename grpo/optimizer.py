@@ -5,7 +5,9 @@ float32 master copy, float32 moments, and a float32 gradient that the micro-batc
 hook moves each micro-batch's bfloat16 `.grad` there and frees it). After a step the masters are rounded into the model.
 
 A step whose gradient norm is not finite changes nothing: the caller reads it off the norm and decides. A saved and
-restored optimizer goes on bit for bit. Left out: 8-bit moments, parameter groups with their own learning rates.
+restored optimizer goes on bit for bit. `kind="adamw_bf16"` keeps the moments in bfloat16 (`grpo.adamw_bf16`): 14 bytes
+for a bfloat16 parameter and its gradient, master and moments, where "adamw" takes 18. Left out: 8-bit moments,
+parameter groups with their own learning rates.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 """
@@ -18,6 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from grpo.adamw_bf16 import BFloat16AdamW
+
+Kind = Literal["adamw", "adamw_bf16"]
 Schedule = Literal["constant", "cosine"]
 
 
@@ -46,6 +51,7 @@ class Optimizer:
         parameters: Iterable[torch.nn.Parameter],
         *,
         lr: float,
+        kind: Kind = "adamw",
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -56,6 +62,8 @@ class Optimizer:
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"model.lr={lr} must be 0 or greater")
+        if kind not in ("adamw", "adamw_bf16"):
+            raise ValueError(f"model.optimizer={kind!r} must be adamw or adamw_bf16")
         if schedule not in ("constant", "cosine"):
             raise ValueError(f"model.schedule={schedule!r} must be constant or cosine")
         if schedule == "cosine" and total_steps <= warmup_steps:
@@ -71,7 +79,13 @@ class Optimizer:
             {"params": [m for m in self.masters if m.ndim >= 2], "weight_decay": weight_decay},
             {"params": [m for m in self.masters if m.ndim < 2], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+        groups = [group for group in groups if group["params"]]
+        self._adamw: torch.optim.Optimizer
+        if kind == "adamw":
+            self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        else:
+            assert all(m.dtype == torch.float32 for m in self.masters), "float64 parameters want float64 moments"
+            self._adamw = BFloat16AdamW(groups, lr=lr, betas=betas, eps=eps)
 
     @property
     def next_lr(self) -> float:

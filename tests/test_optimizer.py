@@ -125,9 +125,11 @@ def test_bfloat16_masters_follow_float32_training() -> None:
         assert torch.equal(p, exact.bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_restored_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
-    settings = {"lr": 0.05, "weight_decay": 0.1, "warmup_steps": 4, "schedule": "cosine", "total_steps": 12}
+def test_restored_goes_on_bit_for_bit(dtype: torch.dtype, kind: str) -> None:
+    schedule = {"warmup_steps": 4, "schedule": "cosine", "total_steps": 12}
+    settings = {"lr": 0.05, "weight_decay": 0.1, "kind": kind, **schedule}
     unbroken, first = parameters(dtype), parameters(dtype)
     a, b = Optimizer(unbroken, **settings), Optimizer(first, **settings)  # type: ignore[arg-type]
     steps = list(gradients(10))
@@ -200,6 +202,7 @@ def test_the_schedule_is_used() -> None:
     [
         ({"lr": -1.0}, "model.lr=-1.0"),
         ({"lr": math.nan}, "model.lr=nan"),
+        ({"lr": 1.0, "kind": "sgd"}, "model.optimizer='sgd'"),
         ({"lr": 1.0, "schedule": "linear"}, "model.schedule='linear'"),
         ({"lr": 1.0, "schedule": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps=5 > warmup_steps=5"),
     ],
