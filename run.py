@@ -67,6 +67,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
         mirror=preflight.build(cfg.track, "track"),
         facts=facts,
         resumed_at=position["step"] if position else None,
+        config=config,
     )
     started = time.monotonic()
     trainer: Trainer | None = None

