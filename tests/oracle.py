@@ -1,8 +1,8 @@
 """The synchronous oracle: GRPO as a plain loop, written again without anything of the framework's loop.
 
-One request after the other, padded sequences through transformers' own forward pass, the loss of the PPO paper written
-out, torch's AdamW, the weights saved and loaded by the server's calls. What the framework does with max_staleness=0 must
-end in the same parameters.
+One request after the other, one sequence after the other through transformers' own forward pass, the loss of the PPO
+paper written out, torch's AdamW, the weights saved and loaded by the server's calls. What the framework does with
+max_staleness=0 must end in the same parameters.
 """
 
 import hashlib

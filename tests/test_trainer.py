@@ -150,7 +150,7 @@ def test_every_group_equal_ends_with_a_message_that_says_of_which_kind(tiny_dir:
     with (
         FakeServer(tiny_dir) as server,
         loop([server.url], tiny_dir, tmp_path, scorer=Scorer(lambda ids: 0.0), limit=6) as trainer,
-        pytest.raises(NothingToLearn, match="6 groups in a row.*all_wrong.*No completion is right"),
+        pytest.raises(NothingToLearn, match=r"6 groups in a row.*all_wrong.*No completion is right"),
     ):
         trainer.run()
     assert len(server.requests()) < 6 * 4 + 2 * 4 + 20, "a bounded number of tries"
@@ -223,7 +223,7 @@ def test_the_order_of_a_sync(tiny_dir: Path, tmp_path: Path) -> None:
         control = [c for c in server.calls if c not in ("generate", "weight_info", "get_world_size", "health")]
     one = ["pause", "start_weight_update", "update_weights", "finish_weight_update"]
     without_reset = [c for c in control if c not in ("reset_prefix_cache", "init_weight_transfer_engine", "is_paused")]
-    assert without_reset == (one + ["resume"]) * 2
+    assert without_reset == [*one, "resume"] * 2
     assert [c.query for c in server.requests("pause")] == [{"mode": "keep", "clear_cache": "true"}] * 2
 
 
