@@ -1,0 +1,11 @@
+"""Verifiable rewards: text in, a number out, isolated from the run and timed. docs/rewards.md shows how to write one.
+
+combined.py scores a completion with all rewards of a data set; build.py reads `data.reward`; text.py and the modules
+named after their kind are the rewards; pool.py and worker.py are the processes that they run in.
+"""
+
+from grpo.rewards.base import RewardError
+from grpo.rewards.build import build_rewards
+from grpo.rewards.combined import Rewards
+
+__all__ = ["RewardError", "Rewards", "build_rewards"]
