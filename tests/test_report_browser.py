@@ -1,0 +1,360 @@
+"""The pages in a real headless Chromium: no error, no request, right numbers, usable by keyboard, readable.
+
+Skipped without Chromium (Debian: `apt-get install chromium`), except in CI, where its absence fails.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chrome import Page, browser_page, find_chromium
+from make_run import HOSTILE, RunSpec, make_empty, make_hostile, make_huge, make_run, make_sweep
+
+from grpo.report import build_run, build_sweep
+
+pytestmark = pytest.mark.slow
+
+# Contrast of every visible text with what is behind it, by WCAG 2: [text, ratio] of those below 4.5 (large text: 3).
+CONTRAST = """(() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgba = (value) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = value;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const linear = (x) => (x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] / 255 + below[i] * (1 - top[3] / 255));
+  const behind = (node) => {
+    const layers = [];
+    for (; node; node = node.parentElement) layers.unshift(rgba(getComputedStyle(node).backgroundColor));
+    return layers.reduce((below, top) => over(top, below), [255, 255, 255]);
+  };
+  const skipped = 'script, noscript, .readout, option, .faintmark, [disabled], svg title';
+  const bad = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement, text = walk.currentNode.data;
+    if (!text.trim() || node.closest(skipped) || !node.getClientRects().length) continue;
+    const style = getComputedStyle(node), back = behind(node), size = parseFloat(style.fontSize);
+    const front = over(rgba(node instanceof SVGElement ? style.fill : style.color), back);
+    const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+    const large = size >= 24 || (size >= 18.6 && style.fontWeight >= 700);
+    if ((a + 0.05) / (b + 0.05) < (large ? 3 : 4.5)) bad.push([text.slice(0, 40), (a + 0.05) / (b + 0.05)]);
+  }
+  return bad;
+})()"""
+NAMELESS = """[...document.querySelectorAll('button, input, select, a, [tabindex="0"]')].filter((node) =>
+  !(node.getAttribute('aria-label') || node.textContent.trim() || node.labels?.length || node.title))
+  .map((node) => node.outerHTML.slice(0, 120))"""
+CONTROLS = "'a, button:not([disabled]), input, select, .plot'"
+
+
+@pytest.fixture(autouse=True)
+def chromium() -> None:
+    if find_chromium() is None:
+        if os.environ.get("CI"):
+            pytest.fail("CI is set and there is no chromium: the pages would go unchecked")
+        pytest.skip("no chromium: apt-get install chromium, and the pages are checked in it")
+
+
+def visit(report: Path, work: Callable[[Page], Awaitable[None]], **view: Any) -> None:
+    """Open a page, run `work` on it; afterwards there must have been no error and no request but the page itself."""
+    url = report.resolve().as_uri()
+
+    async def run() -> None:
+        async with browser_page() as page:
+            await page.open(url, **view)
+            assert await page.evaluate("document.documentElement.dataset.ready") == "true"
+            await work(page)
+            assert page.errors == []
+            assert page.requests == [url]
+
+    asyncio.run(run())
+
+
+def chart(title: str) -> str:
+    """JavaScript for the card of the chart with a title."""
+    found = f"[...document.querySelectorAll('.chart')].find((c) => c.querySelector('h3').textContent === {title!r})"
+    return f"({found})"
+
+
+def text(selector: str) -> str:
+    """JavaScript for the text of the first element that matches."""
+    return f"document.querySelector({selector!r}).textContent"
+
+
+def numbers(selector: str) -> str:
+    """JavaScript for the exact numbers behind the rounded ones that the matching elements show."""
+    return f"[...document.querySelectorAll({selector!r})].map((node) => Number(node.dataset.value))"
+
+
+async def read_out(page: Page, title: str, points: int) -> list[dict[str, float]]:
+    """Walk a chart with the right arrow key and note the values in its legend: what a reader sees."""
+    await page.evaluate(f"{chart(title)}.querySelector('.plot').focus()")
+    values = (
+        f"Object.fromEntries([...{chart(title)}.querySelectorAll('.legend .key:has(.value)')]"
+        ".map((key) => [key.childNodes[1].data, Number(key.querySelector('.value').dataset.value)]))"
+    )
+    seen = []
+    for _ in range(points):
+        await page.key("ArrowRight")
+        seen.append(await page.evaluate(values))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 24 steps with recorded tokens. Read only."""
+    folder = make_run(tmp_path_factory.mktemp("good") / "run", RunSpec(steps=24, max_staleness=2, tokens=True))
+    build_run(folder)
+    return folder
+
+
+def test_the_values_at_the_cursor_are_those_of_the_files(good: Path) -> None:
+    metrics = [json.loads(line) for line in (good / "metrics.jsonl").read_text().splitlines()]
+    evals = [json.loads(line) for line in (good / "evals.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        assert await read_out(page, "Reward", 24) == [{"mean": line["reward/mean"]} for line in metrics]
+        assert await read_out(page, "Evaluation", len(evals)) == [{"arithmetic": line["accuracy"]} for line in evals]
+        assert await read_out(page, "Lag by step", 24) == [
+            {"mean": line["lag/mean"], "oldest": line["lag/max"]} for line in metrics
+        ]
+        seconds = await read_out(page, "Seconds per step", 3)
+        assert [point["training"] for point in seconds] == [line["time/train_s"] for line in metrics[:3]]
+        await page.evaluate("document.querySelector('nav .segments button:nth-child(2)').click()")  # wall-clock
+        assert await read_out(page, "Reward", 24) == [{"mean": line["reward/mean"]} for line in metrics]
+        x = await page.evaluate(f"{chart('Reward')}.querySelector('.value').dataset.x")
+        assert float(x) == metrics[-1]["time/elapsed_s"]
+
+    visit(good / "report.html", work)
+
+
+def test_a_pointer_reads_out_all_charts_of_the_same_axis(good: Path) -> None:
+    metrics = [json.loads(line) for line in (good / "metrics.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        await page.evaluate(f"{chart('Reward')}.scrollIntoView()")
+        box = await page.evaluate(
+            f"(({{x, y, width}}) => [x, y, width])({chart('Reward')}.querySelector('.plot').getBoundingClientRect())"
+        )
+        middle = 50 + (box[2] - 60) * (12 - 1) / 23  # step 12 of 1 to 24, between the margins
+        await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + middle, y=box[1] + 60)
+        value = "{}.querySelector('.value').dataset.value"
+        assert float(await page.evaluate(value.format(chart("Reward")))) == metrics[11]["reward/mean"]
+        assert float(await page.evaluate(value.format(chart("Entropy")))) == metrics[11]["entropy"]
+
+    visit(good / "report.html", work)
+
+
+def test_tiles_and_ledger(good: Path) -> None:
+    last = json.loads((good / "metrics.jsonl").read_text().splitlines()[-1])
+    evals = [json.loads(line) for line in (good / "evals.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        big = await page.evaluate("[...document.querySelectorAll('.tile .big')].map((node) => node.textContent)")
+        assert big[0] == f"{evals[0]['accuracy']:.3f} → {evals[-1]['accuracy']:.3f}"
+        assert big[2] == f"{100 * last['tokens/trained'] / last['tokens/generated']:.1f} %"
+        ledger = await page.evaluate(text("#ledger-bar"))
+        assert "The accounts add up" in ledger
+        assert "in all 24 lines of metrics.jsonl" in ledger
+
+    visit(good / "report.html", work)
+
+
+def test_a_ledger_that_does_not_add_up_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", RunSpec(steps=5))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["tokens/trained"] -= 12
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def work(page: Page) -> None:
+        ledger = await page.evaluate(text("#ledger-bar"))
+        assert "does not add up 12 tokens are in no account after the last step; 1 of 5 lines" in ledger
+        assert "law 6" in await page.evaluate(text("#warnings"))
+
+    visit(build_run(folder), work)
+
+
+COLUMN = "[...document.querySelectorAll('#rollouts tbody tr.pick')].map((row) => row.children[{}].textContent)"
+# Format with the value, the event, the element's id.
+TYPE = """((node) => {{ node.value = {!r}; node.dispatchEvent(new Event('{}', {{bubbles: true}})); }})(
+  document.getElementById({!r}))"""
+
+
+def test_sorting_filtering_and_searching_rollouts(good: Path) -> None:
+    rows = [json.loads(line) for line in (good / "rollouts.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        async def shown() -> int:
+            status: str = await page.evaluate(text("#rollouts [role=status]"))
+            return int(status.split(" ")[0].replace(",", ""))
+
+        async def sort(name: str) -> list[str]:
+            index = ["step", "group", "reward", "advantage", "lag", "tokens"].index(name)
+            await page.evaluate(f"document.querySelectorAll('#rollouts th')[{index}].firstChild.click()")
+            column: list[str] = await page.evaluate(COLUMN.format(index))
+            return column
+
+        assert await shown() == len(rows)
+        assert [int(x) for x in await sort("tokens")] == sorted((row["tokens"] for row in rows), reverse=True)[:15]
+        assert [int(x) for x in await sort("tokens")] == sorted(row["tokens"] for row in rows)[:15]
+        assert "ascending" in await page.evaluate(
+            "[...document.querySelectorAll('#rollouts th')].map((th) => th.getAttribute('aria-sort'))"
+        )
+        await page.evaluate(TYPE.format("discarded:zero_variance:all_right", "change", "filter-outcome"))
+        assert await shown() == sum(row["outcome"] == "discarded:zero_variance:all_right" for row in rows)
+        await page.evaluate(TYPE.format("20", "input", "filter-step0"))
+        assert await shown() == sum(
+            row["outcome"] == "discarded:zero_variance:all_right" and row["step"] >= 20 for row in rows
+        )
+        await page.evaluate(TYPE.format("", "change", "filter-outcome"))
+        await page.evaluate(TYPE.format("", "input", "filter-step0"))
+        needle = rows[77]["prompt"]
+        await page.evaluate(TYPE.format(needle, "input", "search"))
+        assert await shown() == sum(needle in row["prompt"] + row["completion"] for row in rows) > 0
+        await page.evaluate(TYPE.format("nowhere at all", "input", "search"))
+        assert await page.evaluate(text("#rollouts tbody")) == "Nothing matches."
+
+    visit(good / "report.html", work)
+
+
+def test_a_row_opens_its_group_by_keyboard(good: Path) -> None:
+    rows = [json.loads(line) for line in (good / "rollouts.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        await page.evaluate("document.querySelector('#rollouts tbody tr.pick').focus()")
+        await page.key("ArrowDown")
+        group = await page.evaluate("document.activeElement.children[1].textContent")
+        await page.key("Enter")
+        assert (await page.evaluate(text(".groupview h3"))).startswith(f"Group {group.split('.')[0]}, ")
+        texts = await page.evaluate(
+            "[...document.querySelectorAll('.sibling .sample')].map((node) => node.textContent)"
+        )
+        members = [row for row in rows if str(row["group"]) == group.split(".")[0]]
+        assert texts == [row["completion"] + "<eos>" for row in members]
+        coloured = await page.evaluate("document.querySelectorAll('.sibling .token').length")
+        assert coloured == sum(len(row["token_texts"]) for row in members)
+        assert await page.evaluate("document.querySelectorAll('.sibling .special').length") == len(members)
+
+    visit(good / "report.html", work)
+
+
+def test_everything_is_reached_by_tab_and_named(good: Path) -> None:
+    async def work(page: Page) -> None:
+        assert await page.evaluate(NAMELESS) == []
+        wanted = await page.evaluate(f"document.querySelectorAll({CONTROLS}).length")
+        reached: set[str] = set()
+        await page.evaluate("document.querySelectorAll('*').forEach((node, i) => { node.dataset.i = i; })")
+        for _ in range(wanted + 200):
+            await page.key("Tab")
+            where = await page.evaluate("document.activeElement.dataset.i")
+            if where in reached:
+                break
+            reached.add(where)
+        unreached = await page.evaluate(
+            f"[...document.querySelectorAll({CONTROLS})].filter((node) => node.getClientRects().length &&"
+            f" !{json.dumps(sorted(reached))}.includes(node.dataset.i)).map((node) => node.outerHTML.slice(0, 100))"
+        )
+        assert unreached == []
+        assert await page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+
+    visit(good / "report.html", work)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("kind", ["good", "failed", "sweep"])
+def test_contrast_and_width(good: Path, tmp_path: Path, kind: str, dark: bool) -> None:
+    if kind == "sweep":
+        report = build_sweep(make_sweep(tmp_path / "sweep", steps=12))
+    elif kind == "failed":
+        report = build_run(make_run(tmp_path / "run", RunSpec(state="failed", stop_at=7)))
+    else:
+        report = good / "report.html"
+
+    async def work(page: Page) -> None:
+        assert await page.evaluate(CONTRAST) == []
+        for width in (360, 768, 1600):
+            await page.size(width)
+            await page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, width
+
+    visit(report, work, dark=dark)
+
+
+def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
+    async def work(page: Page) -> None:
+        assert await page.evaluate("document.title") == "run · run"
+        assert await page.evaluate("document.querySelectorAll('img, iframe, main script').length") == 0
+        await page.evaluate(TYPE.format("onerror", "input", "search"))
+        assert "<img src=x onerror" in await page.evaluate(text("#rollouts tbody"))
+        for needle, sign in (("separator", "U+2028"), ("left", "U+202E"), ("lone", "U+D800"), ("nul", "␀")):
+            await page.evaluate(TYPE.format(needle, "input", "search"))
+            assert sign in await page.evaluate(
+                "[...document.querySelectorAll('#rollouts tbody .control')].map((n) => n.textContent)"
+            )
+        await page.evaluate(TYPE.format("x" * 100, "input", "search"))
+        await page.evaluate("document.querySelector('#rollouts tbody tr.pick').click()")
+        assert "characters left out" in await page.evaluate(text(".sibling.picked"))
+        assert HOSTILE[1] in await page.evaluate(text(".command"))
+        assert HOSTILE[0] in await page.evaluate(text("#error"))
+        assert await page.evaluate("document.title") == "run · run"
+
+    visit(build_run(make_hostile(tmp_path / "run")), work)
+
+
+def test_an_empty_run_opens(tmp_path: Path) -> None:
+    async def work(page: Page) -> None:
+        assert "there is nothing to judge" in await page.evaluate(text("#warnings"))
+
+    visit(build_run(make_empty(tmp_path / "run")), work)
+
+
+def test_a_huge_run_opens_with_few_elements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(page: Page) -> None:
+        assert await page.evaluate("document.querySelectorAll('*').length") < 6000
+        assert "of 200,000 completions" in await page.evaluate(text("#sampled"))
+        milliseconds = await page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+        with capsys.disabled():
+            print(f" [opened in {milliseconds / 1000:.2f} s] ", end="")
+
+    visit(build_run(make_huge(tmp_path / "run")), work)
+
+
+def test_the_sweep_page(tmp_path: Path) -> None:
+    folder = make_sweep(tmp_path / "sweep", steps=12)
+    for job in range(3):
+        build_run(folder / str(job))
+
+    async def work(page: Page) -> None:
+        data = await page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+        means = await page.evaluate(numbers("#arms tbody b"))
+        assert means == [arm["result"]["mean"] for arm in data["arms"]]
+        cells = await page.evaluate(numbers("#heat td"))
+        assert cells == means  # rows: staleness, columns: group size, the order of the arms
+        assert "cannot separate" in await page.evaluate(text("#tile-tied"))
+        assert "1 failed" in await page.evaluate(text("#warnings"))
+        await page.evaluate(TYPE.format("0", "change", "baseline"))
+        got = await page.evaluate(numbers("#differences tbody b"))
+        expected = [d["interval"]["mean"] for d in data["differences"] if d["a"] == 0]
+        assert got == pytest.approx(expected)
+        await page.evaluate(TYPE.format("2", "change", "baseline"))
+        got = await page.evaluate(numbers("#differences tbody b"))
+        [back] = [d["interval"]["mean"] for d in data["differences"] if (d["a"], d["b"]) == (0, 2)]
+        assert got[0] == pytest.approx(-back)
+        await page.evaluate(TYPE.format("failed", "input", "job-search"))
+        assert await page.evaluate("document.querySelectorAll('#jobs tbody tr').length") == 1
+        await page.evaluate(TYPE.format("", "input", "job-search"))
+        links = await page.evaluate("[...document.querySelectorAll('#jobs tbody a')].map((a) => a.href)")
+        assert links == [(folder / str(job) / "report.html").resolve().as_uri() for job in range(3)]
+        await page.evaluate(TYPE.format("reward/mean", "change", "curve-key"))
+        assert await page.evaluate("document.querySelectorAll('#curves path.curve').length") == 6
+        assert await page.evaluate(NAMELESS) == []
+
+    visit(build_sweep(folder), work)

@@ -1,0 +1,162 @@
+"""The rules of the warnings box: each speaks on a run that has its fault, and all are silent on a sound one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_run import RunSpec, make_run
+
+from grpo.report.findings import RULES
+from grpo.report.run import run_data
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def data_after(tmp_path: Path, change: Change | None = None, spec: RunSpec | None = None, **files: Change) -> Any:
+    """`run_data` of a sound run after `change` edited each metrics line, and e.g. evals=... each evaluation."""
+    folder = make_run(tmp_path / "run", spec or RunSpec(steps=40))
+    for name, edit in {"metrics": change or sound, **files}.items():
+        path = folder / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            edit(row)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_data(folder)
+
+
+def sound(row: dict[str, Any]) -> None:
+    """Nothing wasted, lag below its bound."""
+    row["lag/mean"] = 0.5 if row["step"] else 0.0
+    row["tokens/trained"] += row["tokens/discarded"]
+    row["tokens/discarded"] = 0
+
+
+def found(data: Any) -> list[tuple[str, str, str]]:
+    return [(f["level"], f["number"], f["plot"]) for f in data["findings"]]
+
+
+def test_a_sound_run_has_no_finding(tmp_path: Path) -> None:
+    data = data_after(tmp_path)
+    assert found(data) == []
+    assert data["notes"] == []
+    assert data["rules"] == len(RULES) == 14
+
+
+def test_the_ledger(tmp_path: Path) -> None:
+    data = data_after(tmp_path, lambda row: row.update({"tokens/trained": row["tokens/trained"] - (row["step"] == 7)}))
+    assert ("error", "1 of 40 lines", "ledger") in found(data)
+    assert "first at step 7" in data["findings"][0]["text"]
+    assert data["ledger_broken"] == 1
+
+
+def test_the_staleness_bound(tmp_path: Path) -> None:
+    data = data_after(tmp_path, lambda row: row.update({"lag/max": 2}) if row["step"] == 9 else None)
+    assert ("error", "lag 2", "staleness") in found(data)
+
+
+def test_the_staleness_bound_holds_for_each_rollout(tmp_path: Path) -> None:
+    def late(row: dict[str, Any]) -> None:
+        if row["group"] == 50:
+            row["lag"], row["outcome"] = 3, "trained"
+
+    assert ("error", "lag 3", "staleness") in found(data_after(tmp_path, rollouts=late))
+
+
+@pytest.mark.parametrize(("dtype", "kl", "speaks"), [("float32", 1e-5, True), ("bfloat16", 1e-3, False)])
+def test_engine_kl_is_judged_by_precision(tmp_path: Path, dtype: str, kl: float, speaks: bool) -> None:
+    folder = make_run(tmp_path / "run", RunSpec(steps=12))
+    config = folder / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("float32", dtype))
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "lag_0/tokens": 10, "lag_0/kl": kl}) + "\n" for row in rows))
+    assert (f"KL {kl:.2g} at lag 0" in [f["number"] for f in run_data(folder)["findings"]]) == speaks
+
+
+def test_parameters_that_do_not_move(tmp_path: Path) -> None:
+    data = data_after(tmp_path, spec=RunSpec(steps=12, zero_gradient=True))
+    assert ("error", "0", "update") in found(data)
+
+
+def test_groups_without_signal(tmp_path: Path) -> None:
+    data = data_after(tmp_path, spec=RunSpec(steps=12, dead_rewards=True))
+    assert ("error", "100 % of groups", "completions") in found(data)
+
+
+def test_an_evaluation_that_got_worse(tmp_path: Path) -> None:
+    def worse(row: dict[str, Any]) -> None:
+        row |= {"accuracy": 0.5, "low": 0.45, "high": 0.55} if row["step"] == 0 else {}
+        row |= {"accuracy": 0.3, "low": 0.25, "high": 0.35} if row["step"] == 40 else {}
+
+    assert ("error", "0.500 → 0.300", "learning") in found(data_after(tmp_path, evals=worse))
+
+
+def test_reward_that_rises_alone(tmp_path: Path) -> None:
+    def flat(row: dict[str, Any]) -> None:
+        row |= {"accuracy": 0.4, "low": 0.3, "high": 0.5}
+
+    [finding] = [f for f in data_after(tmp_path, evals=flat)["findings"] if f["plot"] == "learning"]
+    assert finding["level"] == "warning"
+    assert finding["number"].endswith("evaluation +0")
+
+
+@pytest.mark.parametrize(("accuracy", "level"), [(0.6, "warning"), (0.98, "note")])
+def test_entropy_collapse_is_a_note_where_the_task_is_solved(tmp_path: Path, accuracy: float, level: str) -> None:
+    def collapse(row: dict[str, Any]) -> None:
+        sound(row)
+        row["entropy"] = 1.0 if row["step"] <= 4 else 0.05
+
+    def result(row: dict[str, Any]) -> None:
+        row["accuracy"] = accuracy if row["step"] else 0.3
+
+    assert (level, "1 → 0.05 nats", "update") in found(data_after(tmp_path, collapse, evals=result))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"completion/truncated_fraction": 0.25}, ("warning", "25 % truncated", "completions")),
+        ({"lag_1/ess": 0.4, "lag_1/tokens": 500}, ("warning", "ESS 0.40 at lag 1", "staleness")),
+        ({"clip/fraction": 0.4}, ("warning", "40 % clipped", "staleness")),
+        ({"lag/mean": 0.97}, ("note", "mean lag 0.97 of 1", "staleness")),
+        ({"sampler/idle_fraction": 0.5}, ("warning", "sampler idle 50 %", "time")),
+        (
+            {"time/step_s": 1.0, "time/wait_rollouts_s": 0.4, "time/train_s": 0.4, "time/sync_s": 0.2},
+            ("warning", "trainer idle 40 %", "time"),
+        ),
+        (
+            {"time/step_s": 1.0, "time/wait_rollouts_s": 0.0, "time/train_s": 0.5, "time/sync_s": 0.3},
+            ("note", "20 % of the time", "time"),
+        ),
+    ],
+)
+def test_levels_that_are_too_high(tmp_path: Path, values: dict[str, float], expected: tuple[str, str, str]) -> None:
+    def change(row: dict[str, Any]) -> None:
+        sound(row)
+        row |= values
+
+    data = data_after(tmp_path, change)
+    assert found(data) == [expected]
+    assert data["findings"][0]["text"]
+
+
+def test_waste(tmp_path: Path) -> None:
+    def wasted(row: dict[str, Any]) -> None:
+        sound(row)
+        row["tokens/masked"] = row["tokens/trained"] // 4
+        row["tokens/trained"] -= row["tokens/masked"]
+
+    [finding] = data_after(tmp_path, wasted)["findings"]
+    assert finding["plot"] == "ledger"
+    assert "loss.mask_truncated" in finding["knobs"]
+
+
+def test_trends_need_steps(tmp_path: Path) -> None:
+    def collapse(row: dict[str, Any]) -> None:
+        sound(row)
+        row["entropy"] = 1.0 if row["step"] == 1 else 0.01
+
+    data = data_after(tmp_path, collapse, spec=RunSpec(steps=9))
+    assert [f for f in data["findings"] if f["plot"] == "update"] == []
