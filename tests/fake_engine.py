@@ -2,13 +2,15 @@
 
 Every request is computed alone, one token at a time, in float32: its tokens and logprobs depend on nothing but the
 weights, the prompt, the sampling parameters and (seed, position), whatever else is running. Runs on one event loop
-and is not thread-safe. Left out: batching, a prefix cache across requests, streaming, n-gram and grammar features.
+and is not thread-safe. Left out: batching, streaming, logit_bias, bad_words, n-gram and grammar features.
 
-A request's key-value cache lives as long as the request and is dropped by `pause(clear_cache=True)`, so that an
-update in flight gives exact logprobs when the cache was cleared, and those of a mixture of weights when it was not.
+Key-value caches are kept per request, and per prompt for the requests to come, as vLLM's prefix cache does (that one
+in whole blocks). `pause(clear_cache=True)` drops both, so that an update gives exact logprobs; where the caches were
+not cleared, logprobs are those of a mixture of weights.
 """
 
 import asyncio
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,6 +60,7 @@ class Running:
     versions: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    started: bool = False  # a paused server queues what is new
     cache: DynamicCache | None = None
 
 
@@ -87,8 +90,10 @@ class Engine:
         self._seeds = itertools.count(1_000_003)  # for requests without a seed
         self.reset()
         self.max_model_len = max_model_len or self.model.config.max_position_embeddings
+        # The tokenizer's end token, and what else generation_config.json names as one.
+        self.eos_id = self.tokenizer.eos_token_id
         eos_ids = self.model.generation_config.eos_token_id
-        self.eos_ids = set(eos_ids) if isinstance(eos_ids, list) else {eos_ids}
+        self.other_eos_ids = (set(eos_ids) if isinstance(eos_ids, list) else {eos_ids}) - {self.eos_id}
 
     def reset(self) -> None:
         """The state of a server that has just started: base weights, no version, nothing running."""
@@ -96,7 +101,8 @@ class Engine:
         self.version = INITIAL_VERSION
         self.paused: str | None = None
         self.session_open = False
-        self.running: list[Running] = []
+        self.sequences: list[Running] = []
+        self._prefixes: dict[tuple[int, ...], tuple[DynamicCache, Tensor]] = {}  # cache and last logits of a prompt
 
     def notify(self) -> None:
         """Wake the coroutines in `until`, and whoever waits outside the loop."""
@@ -126,9 +132,10 @@ class Engine:
             frozen = self.paused == "keep" or len(sequence.token_ids) >= allowed()
             return sequence.finish_reason is not None or not frozen
 
-        await self.until(lambda: self.paused is None)  # a paused server queues what is new
-        self.running.append(sequence)
+        self.sequences.append(sequence)
         try:
+            await self.until(lambda: self.paused is None or sequence.finish_reason is not None)
+            sequence.started = True
             while True:
                 await self.until(ready)
                 if sequence.finish_reason is not None:
@@ -137,17 +144,13 @@ class Engine:
                 self.notify()
                 await asyncio.sleep(0 if self.tokens_per_second is None else 1 / self.tokens_per_second)
         finally:
-            if sequence in self.running:
-                self.running.remove(sequence)
+            if sequence in self.sequences:
+                self.sequences.remove(sequence)
             self.notify()
 
     @torch.inference_mode()
     def _compute_token(self, sequence: Running) -> None:
-        ids = sequence.prompt + sequence.token_ids
-        if sequence.cache is None:
-            sequence.cache = DynamicCache(config=self.model.config)
-        inputs = torch.tensor([ids[sequence.cache.get_seq_length() :]])
-        logits_V = self.model(input_ids=inputs, past_key_values=sequence.cache, use_cache=True).logits[0, -1]
+        logits_V = self._next_logits(sequence)
         processed_V = self._process(logits_V, sequence)
         token = _sample(processed_V, sequence)
         reported_V = processed_V if self.logprobs_mode == "processed_logprobs" else logits_V
@@ -156,12 +159,27 @@ class Engine:
         sequence.versions.append(self.version)
         self._check_end(sequence, token)
 
+    def _next_logits(self, sequence: Running) -> Tensor:
+        ids = tuple(sequence.prompt + sequence.token_ids)
+        if sequence.cache is None and ids in self._prefixes:
+            cache, logits_V = self._prefixes[ids]
+            sequence.cache = copy.deepcopy(cache)
+            return logits_V
+        if sequence.cache is None:
+            sequence.cache = DynamicCache(config=self.model.config)
+        inputs = torch.tensor([ids[sequence.cache.get_seq_length() :]])
+        logits_V = self.model(input_ids=inputs, past_key_values=sequence.cache, use_cache=True).logits[0, -1]
+        if not sequence.token_ids:
+            self._prefixes[ids] = copy.deepcopy(sequence.cache), logits_V
+        return logits_V
+
     def _process(self, logits_V: Tensor, sequence: Running) -> Tensor:
         """Penalties, temperature, min-p, top-k, top-p, in vLLM's order; removed tokens get -inf."""
         params = sequence.params
         logits_V = logits_V.clone()
         if len(sequence.token_ids) < params["min_tokens"]:
-            logits_V[list(self._ends(params))] = -torch.inf
+            ends = {self.eos_id, *self.other_eos_ids, *(params["stop_token_ids"] or ())}  # eos also where it is ignored
+            logits_V[list(ends)] = -torch.inf
         counts_V = torch.bincount(torch.tensor(sequence.token_ids, dtype=torch.int64), minlength=len(logits_V))
         seen_V = counts_V > 0
         seen_V[sequence.prompt] = True
@@ -170,7 +188,7 @@ class Engine:
         logits_V -= params["frequency_penalty"] * counts_V + params["presence_penalty"] * (counts_V > 0)
         if params["temperature"] < 1e-5:
             return logits_V  # greedy
-        logits_V /= params["temperature"]
+        logits_V /= max(params["temperature"], 0.01)  # vLLM's floor
         if params["min_p"] > 0:
             probs_V = logits_V.softmax(-1)
             logits_V[probs_V < params["min_p"] * probs_V.max()] = -torch.inf
@@ -183,19 +201,17 @@ class Engine:
             logits_V[order_V[before_V >= params["top_p"]]] = -torch.inf
         return logits_V
 
-    def _ends(self, params: dict[str, Any]) -> set[int]:
-        return set(params["stop_token_ids"] or ()) | (set() if params["ignore_eos"] else self.eos_ids)
-
     def _check_end(self, sequence: Running, token: int) -> None:
         params, length = sequence.params, len(sequence.token_ids)
         if length < params["min_tokens"]:
             return
         stops = [params["stop"]] if isinstance(params["stop"], str) else params["stop"] or []
         text = self.tokenizer.decode(sequence.token_ids, skip_special_tokens=params["skip_special_tokens"])
-        if token in self._ends(params):
+        named = set(params["stop_token_ids"] or ()) | (set() if params["ignore_eos"] else self.other_eos_ids)
+        if token == self.eos_id and not params["ignore_eos"]:
             sequence.finish_reason = "stop"
-            if token in (params["stop_token_ids"] or ()) and token not in self.eos_ids:
-                sequence.stop_reason = token
+        elif token in named:
+            sequence.finish_reason, sequence.stop_reason = "stop", token
         elif found := [stop for stop in stops if stop in text]:
             sequence.finish_reason, sequence.stop_reason = "stop", found[0]
         elif length == params["max_tokens"] or len(sequence.prompt) + length >= self.max_model_len:
@@ -214,14 +230,22 @@ class Engine:
         """Returns when nothing computes any more: requests aborted, finished (wait) or frozen where they are (keep)."""
         self.paused = mode
         if mode == "abort":
-            self.abort(list(self.running))
+            self.abort(self.sequences)
         self.notify()
         if mode == "wait":
-            await self.until(lambda: not self.running or self.paused != "wait")
+            await self.until(lambda: not any(s.started for s in self.sequences))  # also where it is resumed meanwhile
         if clear_cache:
-            for sequence in self.running:
+            self._prefixes.clear()
+            for sequence in self.sequences:
                 sequence.cache = None
         self.notify()
+
+    def reset_prefix_cache(self) -> bool:
+        """Whether it was done: not while a request holds a cache."""
+        done = all(sequence.cache is None for sequence in self.sequences)
+        if done:
+            self._prefixes.clear()
+        return done
 
     def resume(self) -> None:
         self.paused = None
@@ -233,18 +257,20 @@ class Engine:
         self.notify()
 
     def load(self, path: str, *, all_but_head: bool = False) -> None:
-        """Load a safetensors file into the model. Unknown names and wrong shapes raise, missing names keep the old.
+        """Load a safetensors file into the model. Unknown names and wrong shapes raise and change nothing.
 
         `all_but_head` is the fault of a prepacked output head: it keeps its weights, also where it is tied.
         """
         weights = load_file(path)
+        shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        for name, tensor in weights.items():
+            if shapes.get(name) != tensor.shape:
+                raise ValueError(f"{name} {tuple(tensor.shape)} does not fit the model")
         head = self.model.lm_head
         if all_but_head:
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
             weights.pop("lm_head.weight", None)
-        unknown = self.model.load_state_dict(weights, strict=False).unexpected_keys
-        if unknown:
-            raise KeyError(unknown[0])
+        self.model.load_state_dict(weights, strict=False)
         if self.model.config.tie_word_embeddings and not all_but_head:
             self.model.tie_weights()
 

@@ -9,7 +9,7 @@ A fault names the call it belongs to (`Call.name`, "*" for every call), and is s
 (None: never). The first fault that matches a call is the one that counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ class Call:
     time: float
     query: dict[str, str]
     body: dict[str, Any]
+    headers: Mapping[str, str]
     allowed: float
     status: int | None = None
     open: bool = True

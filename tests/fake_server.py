@@ -32,7 +32,8 @@ from urllib.request import urlopen
 from aiohttp import web
 from fake_engine import Engine
 from fake_faults import Call, Fault
-from fake_vllm import ROUTES, VLLM, Reply, error
+from fake_refusals import Reply, error, invalid
+from fake_vllm import ROUTES, VLLM
 
 
 class FakeServer:
@@ -231,7 +232,9 @@ class FakeServer:
             text = await request.text()
             with self._changed:
                 body, refusal = _parse(text)
-                call = Call(name, len(self.records), time.monotonic(), dict(request.query), body, self._allowed)
+                call = Call(
+                    name, len(self.records), time.monotonic(), dict(request.query), body, request.headers, self._allowed
+                )
                 self.records.append(call)
                 self.most_open = max(self.most_open, self.open_now)
                 fault = next((f for f in self._faults if f.take(call)), None) or Fault(name)
@@ -286,8 +289,8 @@ def _parse(text: str) -> tuple[dict[str, Any], Reply | None]:
     try:
         body = json.loads(text) if text else {}
     except json.JSONDecodeError as problem:
-        return {}, error(f"JSON decode error: {problem}")
-    return (body, None) if isinstance(body, dict) else ({}, error("the body is not an object"))
+        return {}, invalid("body", f"JSON decode error: {problem}")
+    return (body, None) if isinstance(body, dict) else ({}, invalid("body", "Input should be a valid dictionary"))
 
 
 class FakeServerProcess:

@@ -11,8 +11,7 @@ from typing import Any
 
 from fake_engine import Engine, Running
 from fake_faults import Answer, Call
-
-Reply = tuple[int, Answer | None]
+from fake_refusals import Reply, error, invalid, refusal
 
 ROUTES = {
     "health": "GET /health",
@@ -34,9 +33,24 @@ ROUTES = {
 }
 
 
-def error(message: str, status: int = 400, param: str | None = None) -> Reply:
-    kind = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}.get(status, "Error")
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
+# Fields of an answer that are null unless a feature outside our use is on.
+UNUSED_FIELDS = (
+    "prompt_token_id_logprobs",
+    "prompt_token_ids",
+    "mm_placeholders",
+    "metrics",
+    "kv_transfer_params",
+    "ec_transfer_params",
+)
+
+
+def worker_error(message: str) -> Reply:
+    """A call that failed in the engine's process."""
+    return error(
+        f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack trace "
+        "above for the root cause",
+        500,
+    )
 
 
 class VLLM:
@@ -65,7 +79,7 @@ class VLLM:
     async def pause(self, call: Call, apply: str) -> Reply:
         mode = call.query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
-            return error(f"1 validation error:\n  mode: Input should be 'abort', 'wait' or 'keep', not {mode!r}")
+            return invalid("query.mode", "Input should be 'abort', 'wait' or 'keep'")
         if apply != "nothing":
             await self.engine.pause(mode, clear_cache=call.query.get("clear_cache", "true").lower() in ("true", "1"))
         return 200, {"status": "paused"}
@@ -76,48 +90,57 @@ class VLLM:
         return 200, {"status": "resumed"}
 
     async def abort_requests(self, call: Call, apply: str) -> Reply:
+        if call.headers.get("Content-Length", "0") == "0":
+            return error("Invalid JSON format", kind="Bad Request")
         ids = call.body.get("request_ids")
-        aborted = [s for s in self.engine.running if not ids or s.request_id in ids]
+        aborted = [s for s in self.engine.sequences if not ids or s.request_id in ids]
         if apply != "nothing":
             self.engine.abort(aborted)
         return 200, {"status": "aborted", "aborted": len(ids or aborted)}
 
     async def inference_abort_requests(self, call: Call, apply: str) -> Reply:
         if call.body.get("request_ids") is None:
-            return error("Missing 'request_ids' in request body")
+            return error("Missing 'request_ids' in request body", kind="Bad Request")
         await self.abort_requests(call, apply)
         return 200, None
 
     async def init_weight_transfer_engine(self, call: Call, apply: str) -> Reply:
+        if not isinstance(call.body.get("init_info"), dict):
+            return invalid("body.init_info", "Field required")
         return 200, {"message": "Weight transfer initialized"}
 
     async def start_weight_update(self, call: Call, apply: str) -> Reply:
         if self.engine.session_open:
-            return error("start_weight_update called while a weight update is already active.", 500)
+            return worker_error("start_weight_update called while a weight update is already active.")
         self.engine.session_open = True
         return 200, {"message": "Weight update started"}
 
     async def update_weights(self, call: Call, apply: str) -> Reply:
+        if "update_info" not in call.body:
+            return invalid("body.update_info", "Field required")
         if not self.engine.session_open:
-            return error("start_weight_update must be called before update_weights.", 500)
+            return worker_error("start_weight_update must be called before update_weights.")
         if apply != "nothing":
             try:
                 self.engine.load(call.body["update_info"]["path"], all_but_head=apply == "all_but_head")
             except Exception as problem:
                 self.engine.session_open = False  # as vLLM: a failed update closes its session
-                return error(f"{type(problem).__name__}: {problem}", 500)
+                return worker_error(f"{type(problem).__name__}: {problem}")
         return 200, {"message": "Weights updated"}
 
     async def finish_weight_update(self, call: Call, apply: str) -> Reply:
+        version = call.body.get("weight_version")
+        if not isinstance(version, str | None):
+            return invalid("body.weight_version", "Input should be a valid string")  # the session stays open
         if not self.engine.session_open:
-            return error("finish_weight_update called without a matching start_weight_update.", 500)
+            return worker_error("finish_weight_update called without a matching start_weight_update.")
         self.engine.session_open = False
-        if apply != "nothing" and call.body.get("weight_version") is not None:
-            self.engine.version = call.body["weight_version"]
+        if apply != "nothing" and version is not None:
+            self.engine.version = version
         return 200, {"message": "Weight update finished"}
 
     async def reset_prefix_cache(self, call: Call, apply: str) -> Reply:
-        return 200, {"success": all(s.cache is None for s in self.engine.running)}
+        return 200, {"success": self.engine.reset_prefix_cache()}
 
     async def weight_checker(self, call: Call, apply: str) -> Reply:
         weights = self.engine.model.state_dict()
@@ -125,11 +148,17 @@ class VLLM:
         return 200, {"checksums": checksums}
 
     async def generate(self, call: Call, apply: str) -> Reply:
-        prompt: list[int] = call.body.get("token_ids", [])
-        params: dict[str, Any] = call.body.get("sampling_params", {})
-        if refusal := self._refusal(prompt, params):
-            return refusal
-        request_id = f"generate-tokens-{call.body.get('request_id', f'fake-{call.order}')}"
+        refused = refusal(
+            call,
+            model=self.model_name,
+            longest=self.engine.max_model_len,
+            vocabulary=self.engine.model.config.vocab_size,
+        )
+        if refused:
+            return refused
+        prompt, params = call.body["token_ids"], call.body["sampling_params"]
+        own_id = call.headers.get("X-Request-Id") or call.body.get("request_id", f"fake-{call.order}")
+        request_id = f"generate-tokens-{own_id}"
         count = params.get("n", 1)
         call.sequences = [self.engine.sequence(request_id, prompt, params, i) for i in range(count)]
         await asyncio.gather(*(self.engine.generate(s, lambda: call.allowed) for s in call.sequences))
@@ -137,32 +166,15 @@ class VLLM:
         top = params.get("prompt_logprobs")
         return 200, {
             "request_id": request_id,
-            "created": int(time.time()),
             "model": self.model_name,
-            "usage": {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + tokens, "completion_tokens": tokens},
+            "created": int(time.time()),
+            "usage": {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + tokens, "completion_tokens": tokens}
+            | dict.fromkeys(("prompt_tokens_details", "completion_tokens_details")),
             "prompt_logprobs": None if top is None else self._prompt_rows(prompt, top),
-            "kv_transfer_params": None,
+            **dict.fromkeys(UNUSED_FIELDS),
+            "output_mode": "tokens",
             "choices": [self._choice(i, sequence) for i, sequence in enumerate(call.sequences)],
         }
-
-    def _refusal(self, prompt: list[int], params: dict[str, Any]) -> Reply | None:
-        longest, vocabulary = self.engine.max_model_len, self.engine.model.config.vocab_size
-        if not prompt or not params:
-            return error("1 validation error:\n  body.token_ids and body.sampling_params are required")
-        if min(prompt) < 0:
-            return error("token_ids must not contain negative values", param="body.token_ids")
-        if max(prompt) >= vocabulary:
-            return error(f"Token id {max(prompt)} is out of vocabulary")
-        for name in ("temperature", "top_p", "top_k", "min_p", "n", "min_tokens", "ignore_eos", "repetition_penalty"):
-            if name in params and params[name] is None:
-                return error(f"1 validation error:\n  {name}: Input should be a valid number", param=name)
-        if len(prompt) >= longest:
-            return error(
-                f"This model's maximum context length is {longest} tokens. However, your request has {len(prompt)} "
-                "input tokens. Please reduce the length of the input messages.",
-                param="input_tokens",
-            )
-        return None
 
     def _prompt_rows(self, prompt: list[int], top: int) -> list[dict[str, Any] | None]:
         text = self.engine.tokenizer.decode

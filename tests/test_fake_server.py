@@ -4,8 +4,6 @@ import asyncio
 import json
 import math
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
@@ -14,28 +12,18 @@ from typing import Any
 
 import aiohttp
 import fake_faults as faults
+import plain_http
 import pytest
 import torch
 from fake_faults import Fault
 from fake_server import FakeServer, FakeServerProcess
-from tiny import other_weights
+from plain_http import NEUTRAL, PROMPT
+from tiny import other_weights, save_tiny_model
 from transformers import AutoModelForCausalLM
-
-NEUTRAL = {"temperature": 1.0, "max_tokens": 12, "logprobs": 0, "seed": 5, "ignore_eos": True}
-PROMPT = [12, 7, 30, 22]
 
 
 def call(server: FakeServer | FakeServerProcess, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
-    """(status, decoded answer or None)."""
-    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-    request = urllib.request.Request(server.url + path, data=data if method == "POST" else None, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            status, answer = response.status, response.read()
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            status, answer = refusal.code, refusal.read()
-    return status, json.loads(answer) if answer else None
+    return plain_http.call(server.url, path, body, method)
 
 
 def generate(server: FakeServer | FakeServerProcess, prompt: list[int] = PROMPT, **params: Any) -> dict[str, Any]:
@@ -161,10 +149,39 @@ def test_raw_logprobs_mode_ignores_the_temperature(tiny_dir: Path) -> None:
     )
 
 
-def test_a_prompt_that_is_too_long_is_refused(server: FakeServer) -> None:
-    status, answer = call(server, "/inference/v1/generate", {"token_ids": [5] * 512, "sampling_params": NEUTRAL})
-    assert status == 400
-    assert "maximum context length is 512" in answer["error"]["message"]
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"token_ids": [5] * 512}, 400, "plus the number of requested output tokens"),
+        ({"token_ids": [5] * 600}, 400, "maximum model length of 512"),
+        ({"token_ids": []}, 400, "at least 1 item"),
+        ({"token_ids": [3, -1]}, 400, "negative"),
+        ({"token_ids": [57]}, 400, "Token id 57 is out of vocabulary"),
+        ({"model": "another"}, 404, "does not exist"),
+        ({"sampling_params": {"temperature": None}}, 400, "temperature: Input should be a valid number"),
+        ({"sampling_params": {"temperature": 2.5}}, 400, "temperature must be in"),
+        ({"sampling_params": {"logprobs": 21}}, 400, "max allowed: 20"),
+        ({"sampling_params": {"min_tokens": 13, "max_tokens": 12}}, 400, "less than or equal to max_tokens"),
+        ({"sampling_params": {"stop": ["a"], "detokenize": False}}, 400, "detokenize"),
+        ({"sampling_params": {"stop_token_ids": [57]}}, 400, "out-of-vocab"),
+    ],
+)
+def test_refusals(server: FakeServer, body: dict[str, Any], status: int, says: str) -> None:
+    valid = {"token_ids": PROMPT, "sampling_params": NEUTRAL}
+    answered, answer = call(server, "/inference/v1/generate", {**valid, **body})
+    assert answered == answer["error"]["code"] == status
+    assert says in answer["error"]["message"]
+    assert call(server, "/inference/v1/generate", {**valid, "sampling_params": {**NEUTRAL, "topp": 0.1}})[0] == 200
+
+
+def test_further_end_tokens_of_the_generation_config_stop_and_are_named(tmp_path: Path, server: FakeServer) -> None:
+    first = generate(server, ignore_eos=False, temperature=0.0)["token_ids"][0]
+    folder = save_tiny_model(tmp_path, generation_config={"eos_token_id": [1, first]})
+    with FakeServer(folder) as other:
+        stopped = generate(other, ignore_eos=False, temperature=0.0)
+        free = generate(other, ignore_eos=True, temperature=0.0)
+    assert (stopped["token_ids"], stopped["finish_reason"], stopped["stop_reason"]) == ([first], "stop", first)
+    assert len(free["token_ids"]) == 12
 
 
 # Updates
@@ -213,6 +230,21 @@ def test_without_clear_cache_the_logprobs_are_those_of_no_weights(
     assert max(abs(a - b) for a, b in zip(logprobs_of(choice)[5:], after[5:], strict=True)) > 0.1
 
 
+def test_a_prompt_is_cached_until_caches_are_cleared(server: FakeServer, tiny_dir: Path, tmp_path: Path) -> None:
+    weights = other_weights(tiny_dir, tmp_path / "1.safetensors")
+    generate(server, seed=1)
+
+    def error() -> float:
+        choice = generate(server, seed=2)
+        right = reference(tiny_dir, PROMPT + choice["token_ids"], len(PROMPT), weights=weights)
+        return max(abs(a - b) for a, b in zip(logprobs_of(choice), right, strict=True))
+
+    sync(server, tmp_path / "1.safetensors", "1", mode="wait", clear_cache="false")
+    assert error() > 0.1
+    assert call(server, "/reset_prefix_cache")[1] == {"success": True}
+    assert error() < 1e-5
+
+
 def test_pause_modes(server: FakeServer, pool: ThreadPoolExecutor) -> None:
     server.hold()
     aborted = pool.submit(generate, server)
@@ -248,6 +280,9 @@ def test_update_sessions(server: FakeServer, tiny_dir: Path, tmp_path: Path) -> 
     assert call(server, "/finish_weight_update")[0] == 500
     assert call(server, "/start_weight_update")[0] == 200
     assert call(server, "/start_weight_update")[0] == 500
+    assert call(server, "/finish_weight_update", {"weight_version": 1})[0] == 400  # a string, please
+    assert call(server, "/finish_weight_update")[0] == 200  # the session was still open
+    assert call(server, "/start_weight_update")[0] == 200
     assert call(server, "/update_weights", {"update_info": {"path": str(tmp_path / "none")}})[0] == 500
     assert call(server, "/finish_weight_update")[0] == 500  # the failed update closed the session
     before = call(server, "/weight_checker", {"action": "checksum"})[1]
