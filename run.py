@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, preflight, sweep
@@ -31,7 +32,7 @@ def main(cfg: DictConfig) -> float | None:
     """One run. Returns the last evaluation's mean reward, for sweepers that optimise."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     overrides = list(HydraConfig.get().overrides.task)
-    in_sweep = HydraConfig.get().mode.name == "MULTIRUN"
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and not cfg.dry_run and (done := sweep.finished(folder, overrides)) is not None:
         print(f"job {HydraConfig.get().job.num}: finished before, skipped")
         return done.get("objective")
@@ -71,7 +72,8 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     )
     started = time.monotonic()
     trainer: Trainer | None = None
-    state, failure, reason = "failed", None, ""
+    failure: BaseException | None = None
+    state, reason = "failed", ""
     with Signals() as signals, contextlib.ExitStack() as stack:
         try:
             trainer = make(plan, config, folder, recorder, signals, stack, resume)
@@ -95,7 +97,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     if isinstance(failure, Interrupted):
         sys.exit(128 + failure.signum)
     if failure is not None:
-        if HydraConfig.get().mode.name == "MULTIRUN":
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise failure
         print(f"error: {reason.splitlines()[0]}\n(the traceback is in {folder}/run.log)", file=sys.stderr)
         sys.exit(1)
@@ -138,6 +140,7 @@ def make(
 
     import torch
     from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     from grpo import checkpoint
     from grpo.evaluate import Evaluator
@@ -156,6 +159,7 @@ def make(
     from grpo.trainer import Trainer
     from grpo.types import Sampling
 
+    transformers_logging.disable_progress_bar()  # it would break into the display
     seed = config["seed"]
     seed_everything(seed)
     if plan.device == "cpu":

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 
 def prepare(argv: list[str], root: Path) -> None:
@@ -23,7 +23,7 @@ def prepare(argv: list[str], root: Path) -> None:
     if run is None:
         print(f"error: resume={path}: no run folder with checkpoints, and no checkpoint of one", file=sys.stderr)
         sys.exit(2)
-    saved = yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")) or []
+    saved = [str(o) for o in OmegaConf.load(run / ".hydra" / "overrides.yaml")]
     named = {_key(a) for a in argv[1:]}
     kept = [o for o in saved if _key(o) not in named and _key(o) not in ("resume", "dry_run")]
     rest = [a for a in argv[1:] if a not in given]

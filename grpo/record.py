@@ -71,13 +71,17 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write aside, flush to disk, rename: a reader sees the old file or the new one, never a half."""
+def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write aside and rename: a reader sees the old file or the new one, never a half.
+
+    durable: also wait for the disk, so that it outlives the machine; without, it outlives the process.
+    """
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     aside.replace(path)
 
 
@@ -129,7 +133,7 @@ class Recorder:
         """One optimizer step's line; `step` counts finished steps, from 1."""
         self._append("metrics.jsonl", [line])
         self.status["step"] = line["step"]
-        self.write_status()
+        self.write_status(durable=False)  # a wait for the disk at every step would cost as much as a small step
         self._mirrored("metrics", line)
 
     def rollouts(self, step: int, groups: Iterable[Group], version: int) -> None:
@@ -172,8 +176,9 @@ class Recorder:
         self.status.update(fields)
         self.write_status()
 
-    def write_status(self) -> None:
-        write_atomic(self.folder / "status.json", json.dumps(jsonable(self.status), indent=1) + "\n")
+    def write_status(self, *, durable: bool = True) -> None:
+        text = json.dumps(jsonable(self.status), indent=1) + "\n"
+        write_atomic(self.folder / "status.json", text, durable=durable)
 
     def finish(self, state: str, summary: dict[str, Any], error: BaseException | None = None) -> None:
         """state: finished, failed or interrupted. Written in every ending that lets us write."""

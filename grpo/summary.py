@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 if TYPE_CHECKING:
     from grpo.record import Recorder
     from grpo.trainer import Trainer
@@ -29,6 +26,7 @@ def summarize(
         return summary
     totals = trainer.ledger.totals()
     training = sum(trainer.totals.get(f"time/{part}_s", 0.0) for part in ("wait_rollouts", "train", "sync"))
+    wall = max(trainer.recorded_at - trainer.training_since, 1e-9)  # evaluations in between included
     summary["time"] |= {name.removeprefix("time/").removesuffix("_s"): s for name, s in trainer.totals.items()}
     summary["time"]["other"] = max(0.0, seconds - _accounted(summary["time"]))
     summary["tokens"] = totals
@@ -38,7 +36,7 @@ def summarize(
         summary["objective"] = next(iter(trainer.evals.values()))["after"]["reward"]
     if training > 0:
         waited = trainer.totals.get("time/wait_rollouts_s", 0.0)
-        summary["idle"] = {"trainer": waited / training, "sampler": trainer.sampler_idle_s / training}
+        summary["idle"] = {"trainer": waited / training, "sampler": trainer.sampler_idle_s / wall}
         summary["throughput"] = {
             "generated_tokens_per_s": totals["generated"] / training,
             "trained_tokens_per_s": totals["trained"] / training,
@@ -53,25 +51,26 @@ def _accounted(times: dict[str, float]) -> float:
 
 
 def print_table(summary: dict[str, Any], folder: Path, page: Path | None) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("state", f"{summary['state']} ({summary['reason'].splitlines()[0] if summary['reason'] else ''})")
-    table.add_row("steps", f"{summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s")
+    """The run in a few lines, on stdout."""
+    reason = summary["reason"].splitlines()[0] if summary["reason"] else ""
+    rows = [("state", f"{summary['state']} ({reason})")]
+    rows.append(("steps", f"{summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"))
     for name, line in summary["eval"].items():
-        table.add_row(name, f"{_rate(line['before'])} -> {_rate(line['after'])}")
+        rows.append((name, f"{_rate(line['before'])} -> {_rate(line['after'])}"))
     if summary.get("throughput"):
-        tokens = summary["tokens"]
-        table.add_row(
-            "tokens", f"{tokens['trained']:,} trained of {tokens['generated']:,} generated ({_percent(summary)})"
+        tokens, idle = summary["tokens"], summary["idle"]
+        rows.append(
+            ("tokens", f"{tokens['trained']:,} trained of {tokens['generated']:,} generated ({_percent(summary)})")
         )
-        table.add_row("speed", f"{summary['throughput']['trained_tokens_per_s']:,.0f} trained tokens/s")
-        idle = summary["idle"]
-        table.add_row("idle", f"trainer {idle['trainer']:.0%}, sampler {idle['sampler']:.0%}")
+        rows.append(("speed", f"{summary['throughput']['trained_tokens_per_s']:,.0f} trained tokens/s"))
+        rows.append(("idle", f"trainer {idle['trainer']:.0%}, sampler {idle['sampler']:.0%}"))
     parts = sorted(((s, n) for n, s in summary["time"].items() if n != "load_model"), reverse=True)
-    table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {s:.1f} s" for s, name in parts if s >= 0.05))
-    table.add_row("folder", str(folder))
+    rows.append(("time", ", ".join(f"{name.replace('_', ' ')} {s:.1f} s" for s, name in parts if s >= 0.05)))
+    rows.append(("folder", str(folder)))
     if page is not None:
-        table.add_row("report", str(page))
-    Console().print(table, highlight=False, soft_wrap=True)
+        rows.append(("report", str(page)))
+    width = max(len(name) for name, _ in rows) + 2
+    print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in rows))
 
 
 def _rate(line: dict[str, Any]) -> str:

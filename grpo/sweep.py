@@ -76,7 +76,7 @@ def print_table(folder: Path) -> int:
         status, result = _read(job / "status.json"), _read(job / "summary.json")
         state = status.get("state", "unknown")
         bad += state != "finished"
-        first = next(iter(result.get("eval", {}).values()), {})
+        first: dict[str, Any] = next(iter(result.get("eval", {}).values()), {})
         table.add_row(
             job.name,
             state,

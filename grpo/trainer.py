@@ -69,6 +69,8 @@ class Trainer:
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     sampler_idle_s: float = 0.0
+    recorded_at: float = 0.0
+    training_since: float = 0.0
     optimizer_steps: int = 0
 
     def run(self) -> str:
@@ -80,6 +82,7 @@ class Trainer:
             self._evaluate()
         self.generated_before = self.ledger.totals()["generated"]
         self.loader.take_activity()
+        self.recorded_at = self.training_since = time.monotonic()
         self.loader.publish(self.version)
         reason = "all steps made"
         while self.step < self.steps:
@@ -182,9 +185,11 @@ class Trainer:
         recording = time.monotonic()
         held, tokens = self.loader.balance()
         activity = self.loader.take_activity()
+        wall_s = time.monotonic() - self.recorded_at  # since the last line: an evaluation between them is no step
+        self.recorded_at += wall_s
         assert held == tokens["in_flight"], f"law 6 is broken: {held} tokens are held, the ledger says {tokens}"
         step_s = time.monotonic() - started
-        self.sampler_idle_s += max(0.0, step_s - activity.busy_s)
+        self.sampler_idle_s += max(0.0, wall_s - activity.busy_s)
         generated = tokens["generated"] - self.generated_before
         self.generated_before = tokens["generated"]
         trained = sum(len(c.token_ids) for g in groups for c in g.completions if c.outcome == "trained")
@@ -197,10 +202,10 @@ class Trainer:
             **group_metrics(groups),
             **metrics,
             **{f"tokens/{name}": value for name, value in tokens.items()},
-            "throughput/generated_tokens_per_s": generated / step_s,
+            "throughput/generated_tokens_per_s": generated / wall_s,
             "throughput/trained_tokens_per_s": trained / step_s,
-            "sampler/open_requests_mean": activity.open_s / step_s,
-            "sampler/idle_fraction": max(0.0, 1.0 - activity.busy_s / step_s),
+            "sampler/open_requests_mean": activity.open_s / wall_s,
+            "sampler/idle_fraction": max(0.0, 1.0 - activity.busy_s / wall_s),
             "sampler/invalid_answers": activity.invalid,
             "sampler/retries": self.loader.client.retried,
         }

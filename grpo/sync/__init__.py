@@ -5,7 +5,7 @@ heavy is imported here.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def make_sync(
     folder: Path,
 ) -> "WeightSync":
     """The backend's object for these servers. `folder`: the run folder."""
-    common = {
+    common: dict[str, Any] = {
         "controls": controls,
         "policy": policy,
         "dtype": dtype,
@@ -46,10 +46,10 @@ def make_sync(
     if backend == "disk":
         from grpo.sync.disk import DiskSync
 
-        return DiskSync(folder=settings.dir, fallback=folder, **common)  # type: ignore[arg-type]
+        return DiskSync(folder=settings.dir, fallback=folder, **common)
     from grpo.sync.vllm import IPCSync, NCCLSync
 
-    return {"ipc": IPCSync, "nccl": NCCLSync}[backend](**common)  # type: ignore[arg-type]
+    return {"ipc": IPCSync, "nccl": NCCLSync}[backend](**common)
 
 
 def server_backend(backend: str) -> str:
