@@ -48,7 +48,7 @@ class Checkpoints:
         self.config = config
 
     def save(self, policy: Policy, optimizer: Optimizer, progress: Progress) -> dict[str, float]:
-        """Write `step_<n>`; returns {"checkpoint/seconds", "checkpoint/bytes"}. Raises OSError when the disk is full."""
+        """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. Raises OSError when the disk is full."""
         started = time.monotonic()
         target = self.folder / f"step_{progress.step:06d}"
         if target.exists():  # written by the run that was resumed from it
@@ -100,7 +100,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that `resume=<path>` means: a checkpoint itself, or the newest of a run folder. ValueError if none."""
+    """The checkpoint that `resume=<path>` means: itself, or the newest of a run folder. ValueError if none."""
     if (path / "trainer.pt").is_file():
         return path
     found = complete(path / "checkpoints")

@@ -141,14 +141,14 @@ class Rollout(Checked):
         self.one_of("zero_variance", ("discard", "keep"))
         if not 0 < self.temperature < 100:
             raise ValueError(
-                f"rollout.temperature={self.temperature}: above 0 (a greedy sampler gives every completion of a group alike)"
+                f"rollout.temperature={self.temperature}: above 0 (a greedy sampler gives a group equal completions)"
             )
         for key, neutral in NEUTRAL.items():
             value = getattr(self, key)
             if value != neutral and not (key == "top_k" and value == -1):
                 raise ValueError(
-                    f"rollout.{key}={value}: only {neutral} (off); otherwise the sampler draws from another distribution "
-                    "than the trainer computes, and every importance ratio is wrong"
+                    f"rollout.{key}={value}: only {neutral} (off); otherwise the sampler draws from another "
+                    "distribution than the trainer computes, and every importance ratio is wrong"
                 )
         if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
             raise ValueError(f"rollout.gpu_memory={self.gpu_memory}: a share of the GPU's memory, above 0, at most 1")

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT: end in order. A second one ends at once.
 
-While the run starts, the first signal raises `Interrupted` where it strikes. While it trains, it sets a flag: the step in
-hand is finished, so that the checkpoint that follows is of a whole step, and the loop ends at the next look.
+While the run starts, the first signal raises `Interrupted` where it strikes. While it trains, it sets a flag: the step
+in hand is finished, so that the checkpoint that follows is of a whole step, and the loop ends at the next look.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a multirun needs around its jobs: skip what is finished, keep each failure in its own folder, a table at the end.
+"""What a multirun needs around its jobs: skip what is finished, each failure in its own folder, a table at the end.
 
 Hydra runs the jobs in one process and raises the first failure after the last job; `on_multirun_end` is not called
 then. So the sweep's folder is noted at its start, and `summary()` reads the job folders when everything is over.

@@ -12,9 +12,7 @@ class SyncNotProven(RuntimeError):  # noqa: N818
     """A server's answers are not those of the trainer's weights."""
 
 
-def verify(
-    *, ours: list[float], theirs: list[float], versions: list[int], version: int, dtype: str, url: str
-) -> None:
+def verify(*, ours: list[float], theirs: list[float], versions: list[int], version: int, dtype: str, url: str) -> None:
     """Compare the logprobs (nats) of sampled probe tokens. Raises SyncNotProven, saying what is off and why it may be.
 
     ours: the trainer's; theirs: the server's; versions: the server's label of each token; dtype: of the server.
@@ -22,8 +20,8 @@ def verify(
     assert len(ours) == len(theirs) == len(versions) > 0
     if set(versions) != {version}:
         raise SyncNotProven(
-            f"{url}: the probe's tokens are labelled with versions {sorted(set(versions))}, the trainer synced {version}: "
-            "the server was restarted, or somebody else syncs it"
+            f"{url}: the probe's tokens are labelled with versions {sorted(set(versions))}, the trainer synced "
+            f"{version}: the server was restarted, or somebody else syncs it"
         )
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     worst, mean = max(differences), sum(differences) / len(differences)
