@@ -183,6 +183,7 @@ def make(
     optimizer = Optimizer(
         policy.parameters(),
         lr=model.lr,
+        kind=model.optimizer,  # type: ignore[arg-type]
         weight_decay=model.weight_decay,
         betas=(model.betas[0], model.betas[1]),
         max_grad_norm=train.max_grad_norm,
@@ -257,7 +258,7 @@ def make(
         minibatches=train.minibatches,
         tokens_per_microbatch=train.tokens_per_microbatch,
         reward_weights=scorer.weights,
-        pad_to=None if plan.device == "cpu" else train.tokens_per_microbatch,
+        pad_to=policy.pad_to,
         check=loader.check,
     )
     evaluator = Evaluator(

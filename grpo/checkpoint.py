@@ -48,7 +48,7 @@ class Checkpoints:
         self.config = config
 
     def save(self, policy: Policy, optimizer: Optimizer, progress: Progress) -> dict[str, float]:
-        """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. Raises OSError when the disk is full."""
+        """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. OSError when the disk is full."""
         started = time.monotonic()
         target = self.folder / f"step_{progress.step:06d}"
         if target.exists():  # written by the run that was resumed from it

@@ -67,6 +67,7 @@ class Model(Checked):
     path: str
     dtype: str
     device: str
+    optimizer: str
     lr: float
     weight_decay: float
     betas: list[float]
@@ -78,6 +79,7 @@ class Model(Checked):
 
     def check(self) -> None:
         self.one_of("dtype", ("float32", "bfloat16"))
+        self.one_of("optimizer", ("adamw", "adamw_bf16"))
         self.one_of("schedule", ("constant", "cosine"))
         self.one_of("checkpointing", ("none", "selective", "full"))
         self.at_least(0, "lr", "weight_decay", "warmup_steps")
