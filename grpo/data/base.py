@@ -32,11 +32,13 @@ SAMPLE = 64  # rows of a generated table that are looked at
 
 @dataclass(slots=True)
 class LoadedData:
-    """train: the prompt stream. evals: held-out prompts by the set's name. report: what was read and left out."""
+    """train: the prompt stream. evals: held-out prompts by the set's name. report: what was read and left out.
+    held_out: keys of prompts that are in a held-out set."""
 
     train: PromptSource
     evals: dict[str, list[Prompt]]
     report: dict[str, Any]
+    held_out: frozenset[bytes] = frozenset()
 
 
 @dataclass(kw_only=True)
@@ -144,22 +146,24 @@ class Data:
             reserved |= set(screened.keys)
             chosen = choose(screened, data.eval_rows)
             report[name] = screened.report | {"used": len(chosen)}
-            evals[name] = _eval_prompts(maker, chosen, evals)
+            if chosen:
+                evals[name] = _eval_prompts(maker, chosen, evals)
         maker = self._maker(train, tokenizer, rewards)
         screened = self._screened(maker, rewards, reserved)
-        rows: Sequence[int] = screened.kept
         if not held_out and self.eval_rows:
-            rows, chosen = split(screened, hold_out(screened, self.eval_rows))
+            reserved = hold_out(screened, self.eval_rows)
+            screened, chosen = split(screened, reserved)
             report["held_out"] = {"used": len(chosen), "wanted": self.eval_rows, "of": train.name}
             if chosen:
                 evals["held_out"] = _eval_prompts(maker, chosen, evals)
             if len(chosen) < self.eval_rows:
                 log.warning(
                     "%d rows are held out for evaluation, not data.eval_rows=%d: there are only %d",
-                    len(chosen), self.eval_rows, len(screened.kept),
+                    len(chosen), self.eval_rows, len(screened.kept) + len(chosen),
                 )  # fmt: skip
-        report["train"] = screened.report | {"used": len(rows)}
-        return LoadedData(Stream(maker, rows, seed, self.epochs), evals, report)
+        report["train"] = screened.report | {"used": len(screened.kept)}
+        stream = Stream(maker, screened.kept, seed, self.epochs, screened.keys)
+        return LoadedData(stream, evals, report, frozenset(reserved))
 
     def _sample(
         self,

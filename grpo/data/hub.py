@@ -61,6 +61,8 @@ def _ask_hub(path: str) -> None:
     """Raises ValueError when the hub does not have it, or is not there."""
     from huggingface_hub import HfApi
 
+    if path.startswith(("/", ".", "~")):
+        raise ValueError(f"data.path={path}: there is no such folder (looked in {Path.cwd()})")
     try:
         HfApi().dataset_info(path, timeout=HUB_TIMEOUT)
     except Exception as error:  # a dozen kinds: no network, no such set, gated, offline, a bad id

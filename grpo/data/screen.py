@@ -8,7 +8,7 @@ first stays), contradiction (same prompt, different answers: none stays), in_hel
 import logging
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -147,10 +147,12 @@ def choose(screened: Screened, count: int | None) -> list[int]:
     return sorted(row for _, row in ranked[:count])
 
 
-def split(screened: Screened, held_out: Collection[bytes]) -> tuple[Sequence[int], list[int]]:
-    """The kept rows as (training, held out)."""
+def split(screened: Screened, held_out: Collection[bytes]) -> tuple[Screened, list[int]]:
+    """The rows to train on, and those that are held out."""
     pairs = list(zip(screened.keys, screened.kept, strict=True))
-    return array("q", (row for key, row in pairs if key not in held_out)), [r for key, r in pairs if key in held_out]
+    rows = array("q", (row for key, row in pairs if key not in held_out))
+    keys = [key for key in screened.keys if key not in held_out]
+    return replace(screened, kept=rows, keys=keys), [row for key, row in pairs if key in held_out]
 
 
 def _reasons(left_out: _LeftOut, rows: int) -> str:

@@ -5,7 +5,8 @@ beginning of the next may share a batch, so a data set smaller than a batch is n
 resume needs.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from grpo.data.order import row_at
@@ -40,12 +41,14 @@ class PromptMaker:
 
 @dataclass(slots=True)
 class Stream:
-    """`rows`: the rows of the maker's table that are trained on. `epochs`: None is endless."""
+    """`rows`: the rows of the maker's table that are trained on, and their prompts' `keys`, where rows were screened.
+    `epochs`: None is endless."""
 
     maker: PromptMaker
     rows: Sequence[int]
     seed: int
     epochs: int | None
+    keys: Sequence[bytes] | None = None
 
     def prompt(self, index: int) -> Prompt | None:
         """The prompt at a place of the stream; None after the last epoch. Any place, any number of times."""
@@ -53,3 +56,13 @@ class Stream:
         if self.epochs is not None and epoch >= self.epochs:
             return None
         return self.maker.make(index, self.rows[row_at(place, len(self.rows), self.seed, epoch)])
+
+    def without(self, keys: Collection[bytes]) -> tuple["Stream", int]:
+        """This stream without the prompts of these keys, and how many those were."""
+        if self.keys is None or not keys:
+            return self, 0
+        kept = [(row, key) for row, key in zip(self.rows, self.keys, strict=True) if key not in keys]
+        rows = array("q", (row for row, _ in kept))
+        if not rows:
+            raise ValueError(f"data: every row of {self.maker.table.name} is also in a held-out set")
+        return Stream(self.maker, rows, self.seed, self.epochs, [key for _, key in kept]), len(self.rows) - len(rows)

@@ -24,6 +24,10 @@ KINDS = {
     "number_match": "grpo.rewards.text:NumberMatch",
     "length": "grpo.rewards.text:Length",
     "overlong": "grpo.rewards.text:Overlong",
+    "math_verify": "grpo.rewards.math_verify:MathVerify",
+    "format": "grpo.rewards.regex:Format",
+    "reasoning_gym": "grpo.rewards.gym:ReasoningGym",
+    "http": "grpo.rewards.http:Http",
     "python": "grpo.rewards.python:Python",
 }
 

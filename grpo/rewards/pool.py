@@ -39,7 +39,7 @@ GRACE = 1.0  # seconds beyond a coroutine's deadline before its worker counts as
 PRINTED = 200  # lines that a worker may print into the log
 READY = -1  # the number of the answer to "load"
 ENVIRONMENT = {
-    "PYTHONUNBUFFERED": "1",
+    "PYTHONIOENCODING": "utf-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # else numpy alone reserves gigabytes of address space
     "TOKENIZERS_PARALLELISM": "false",
@@ -274,14 +274,14 @@ class Worker:
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(reader), pipe
             )
-            count = 0
+            count, line = 0, b""
             try:
                 while data := await reader.read(2**14):
-                    for line in data.decode(errors="replace").splitlines():
-                        count += 1
-                        if count <= PRINTED:
-                            log.info("[%s] %s", self.name, line[:500])
-                        elif count == PRINTED + 1:
-                            log.info("[%s] has printed %d lines; the rest is dropped", self.name, PRINTED)
+                    *lines, line = (line[-(2**14) :] + data).split(b"\n")
+                    for text in lines[: max(0, PRINTED - count)]:
+                        log.info("[%s] %s", self.name, text.decode(errors="replace")[:500])
+                    count += len(lines)
+                    if count - len(lines) < PRINTED <= count:
+                        log.info("[%s] has printed %d lines; the rest is dropped", self.name, PRINTED)
             finally:
                 transport.close()

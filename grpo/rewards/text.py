@@ -10,6 +10,14 @@ from grpo.rewards.options import above, one_of
 from grpo.types import Completion, Prompt
 
 
+def check_place(key: str, *, after: str | None, tag: str | None, boxed: bool) -> None:
+    """Where an answer stands is one place."""
+    if sum((after is not None, tag is not None, boxed)) > 1:
+        raise ValueError(f"{key}: give one of after, tag and boxed")
+    if after == "" or tag == "":
+        raise ValueError(f"{key}: after and tag must not be empty; null turns them off")
+
+
 @dataclass(kw_only=True)
 class AnswerReward(Reward):
     r"""Finds the answer: after the last `after`, in the last <tag>, in the last \boxed{}, or all of the completion."""
@@ -21,10 +29,7 @@ class AnswerReward(Reward):
     boxed: bool = False
 
     def check_options(self) -> None:
-        if sum((self.after is not None, self.tag is not None, self.boxed)) > 1:
-            raise ValueError(f"{self.key}: give one of after, tag and boxed")
-        if self.after == "" or self.tag == "":
-            raise ValueError(f"{self.key}: after and tag must not be empty; null turns them off")
+        check_place(self.key, after=self.after, tag=self.tag, boxed=self.boxed)
 
     def given(self, completion: Completion) -> str | None:
         return find_answer(completion.text, after=self.after, tag=self.tag, boxed=self.boxed)

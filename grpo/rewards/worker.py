@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import importlib
 import inspect
+import io
 import os
 import pickle
 import resource
@@ -107,6 +108,9 @@ def _settle(memory_gb: float | None) -> None:
         limit = int(memory_gb * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def main() -> None:
