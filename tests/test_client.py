@@ -164,7 +164,7 @@ def test_an_answer_larger_than_the_limit_is_not_read(server: FakeServer) -> None
 
 def test_control_calls_look_at_the_status(server: FakeServer) -> None:
     server.add_fault(Fault("pause", status=500))
-    with pytest.raises(TransientError, match="POST .*/pause: status 500"):
+    with pytest.raises(TransientError, match=r"POST .*/pause: status 500"):
         with_client([server.url], lambda c: c.call(server.url, "POST", "/pause", params={"mode": "keep"}, timeout=5))
 
 

@@ -62,6 +62,7 @@ class VLLMServer:
         self.log = log
         self.grace = grace
         self.process: subprocess.Popen[bytes] | None = None
+        self._engines: dict[int, str] = {}
 
     @property
     def url(self) -> str:
@@ -95,11 +96,22 @@ class VLLMServer:
                 )
             time.sleep(POLL)
         self.check()  # whoever answered may be another process: ours ends when it finds its port taken
+        assert self.process is not None
+        below = {pid: guard.title(pid) for pid in guard.descendants(self.process.pid)}
+        self._engines = {pid: title for pid, title in below.items() if title.startswith("VLLM::")}
 
     def check(self) -> None:
-        """Raises ServerDied unless the server's process runs."""
+        """Raises ServerDied unless the server's processes run, since `wait_ready` those of its engine too.
+
+        (vLLM's API server notices the death of its engine, and ends 5 s later.)
+        """
         assert self.process is not None, f"{self.url} was not launched"
         status = self.process.poll()
+        gone = [title for pid, title in self._engines.items() if guard.title(pid) != title]
+        if status is None and gone:
+            raise ServerDied(
+                f"the vLLM server {self.url} died (its process {gone[0]} is gone); the end of {self.log}:\n{tail(self.log)}"
+            )
         if status is not None:
             how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
             if status < 0:
@@ -108,7 +120,7 @@ class VLLMServer:
 
     def stop(self) -> None:
         """End it: SIGTERM, after `grace` seconds SIGKILL. No process of it is left. May be called at any time."""
-        process, self.process = self.process, None
+        process, self.process, self._engines = self.process, None, {}
         if process is None:
             return
         assert process.stdin is not None
@@ -282,5 +294,5 @@ def tail(log: Path, lines: int = TAIL) -> str:
     return "\n".join(f"  {line[:400]}" for line in [*head, *end])
 
 
-_NOISE = re.compile(r"nanobind|^ - leaked|Route: |resource_tracker|warnings\.warn\(")
+_NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\. skipped)|Route: |resource_tracker|warnings\.warn\(")
 _CAUSE = re.compile(r"\b\w*(Error|Exception|Interrupt)\b: (?!Engine core initialization failed)")

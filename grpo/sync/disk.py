@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from grpo.sync.base import Control, SyncTimings, WeightSync
@@ -89,5 +88,3 @@ def remove_dead(parent: Path) -> None:
         pid = folder.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
