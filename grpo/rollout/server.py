@@ -110,7 +110,8 @@ class VLLMServer:
         gone = [title for pid, title in self._engines.items() if guard.title(pid) != title]
         if status is None and gone:
             raise ServerDied(
-                f"the vLLM server {self.url} died (its process {gone[0]} is gone); the end of {self.log}:\n{tail(self.log)}"
+                f"the vLLM server {self.url} died (its process {gone[0]} is gone); "
+                f"the end of {self.log}:\n{tail(self.log)}"
             )
         if status is not None:
             how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
