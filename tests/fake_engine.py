@@ -152,7 +152,7 @@ class Engine:
     def _compute_token(self, sequence: Running) -> None:
         logits_V = self._next_logits(sequence)
         processed_V = self._process(logits_V, sequence)
-        token = _sample(processed_V, sequence)
+        token = sample(processed_V, sequence)
         reported_V = processed_V if self.logprobs_mode == "processed_logprobs" else logits_V
         sequence.token_ids.append(token)
         sequence.logprobs.append(_ranked(reported_V.log_softmax(-1), token, sequence.params["logprobs"] or 0))
@@ -275,7 +275,7 @@ class Engine:
             self.model.tie_weights()
 
 
-def _sample(logits_V: Tensor, sequence: Running) -> int:
+def sample(logits_V: Tensor, sequence: Running) -> int:
     """Gumbel-max with noise from (seed, position) alone, so that a request samples the same in any company."""
     if sequence.params["temperature"] < 1e-5:
         return int(logits_V.argmax())

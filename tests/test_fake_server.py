@@ -15,6 +15,7 @@ import fake_faults as faults
 import plain_http
 import pytest
 import torch
+from fake_engine import sample
 from fake_faults import Fault
 from fake_server import FakeServer, FakeServerProcess
 from plain_http import NEUTRAL, PROMPT
@@ -89,6 +90,15 @@ def test_the_sample_depends_on_seed_and_position_only(server: FakeServer, pool: 
     longer = generate(server, seed=3, max_tokens=20)
     assert longer["token_ids"][:12] == alone["token_ids"]
     assert generate(server, seed=None)["token_ids"] != generate(server, seed=None)["token_ids"]
+
+
+def test_every_position_has_noise_of_its_own(server: FakeServer) -> None:
+    sequence = server.engine.sequence("x", PROMPT, {"seed": 3}, 0)
+    sampled = []
+    for _ in range(20):
+        sampled.append(sample(torch.zeros(57), sequence))
+        sequence.token_ids.append(0)
+    assert len(set(sampled)) > 8
 
 
 def test_samples_follow_the_distribution(server: FakeServer, tiny_dir: Path) -> None:
@@ -251,15 +261,20 @@ def test_pause_modes(server: FakeServer, pool: ThreadPoolExecutor) -> None:
     server.wait_for(lambda s: s.open_now == 1)
     server.step(2)
     server.wait_for(lambda s: s.requests()[0].tokens == 2)
+    call(server, "/pause?mode=keep")
+    server.step(3)
+    assert call(server, "/is_paused", method="GET")[1] == {"is_paused": True}
+    assert server.requests()[0].tokens == 2  # frozen, although it may compute
     call(server, "/pause?mode=abort")
     assert aborted.result(timeout=30)["finish_reason"] == "abort"
     assert len(aborted.result()["token_ids"]) == 2
 
+    server.wait_for(lambda s: s.open_now == 0)
     call(server, "/resume")
     finishing = pool.submit(generate, server)
     server.wait_for(lambda s: s.open_now == 1)
     pausing = pool.submit(call, server, "/pause?mode=wait")
-    server.wait_for(lambda s: s.calls.count("pause") == 2)
+    server.wait_for(lambda s: s.calls.count("pause") == 3)
     queued = pool.submit(generate, server)
     server.wait_for(lambda s: s.open_now == 2)
     assert not pausing.done()
@@ -327,14 +342,14 @@ def test_wait_for_has_a_deadline(server: FakeServer) -> None:
 
 
 def test_a_fault_is_limited_by_count_order_and_predicate(server: FakeServer) -> None:
-    once = server.add_fault(Fault("generate", status=503, times=1, after=1))
+    once = server.add_fault(Fault("generate", status=503, times=1, after=2))
     server.add_fault(Fault("generate", status=400, when=lambda call: call.body["token_ids"] == [9]))
     body = {"token_ids": PROMPT, "sampling_params": NEUTRAL}
     statuses = [call(server, "/inference/v1/generate", body)[0] for _ in range(4)]
-    assert statuses == [200, 503, 200, 200]
+    assert statuses == [200, 200, 503, 200]
     assert once.hits == 1
     assert call(server, "/inference/v1/generate", {**body, "token_ids": [9]})[0] == 400
-    assert [record.status for record in server.requests()] == [200, 503, 200, 200, 400]
+    assert [record.status for record in server.requests()] == [200, 200, 503, 200, 400]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +419,12 @@ def test_updates_that_answer_200_and_do_too_little(
         server.add_fault(Fault("update_weights", apply=apply))
         assert sync(server, tmp_path / "1.safetensors", "1") == [200] * 5
         after = generate(server)
+        server.clear_faults()
+        sync(server, tmp_path / "1.safetensors", "2")
+        mended = generate(server)
     assert after["weight_versions"][0]["version"] == "1"
+    right = reference(model_dir, PROMPT + mended["token_ids"], len(PROMPT), weights=weights)
+    assert logprobs_of(mended) == pytest.approx(right, abs=1e-5)
     right = reference(model_dir, PROMPT + after["token_ids"], len(PROMPT), weights=weights)
     assert (logprobs_of(after) == logprobs_of(before)) == (apply == "nothing")
     assert max(abs(a - b) for a, b in zip(logprobs_of(after), right, strict=True)) > 0.5
