@@ -8,7 +8,7 @@ Law 4 lives here for the server's side: processed logprobs, and no sampling defa
 import json
 from collections.abc import Sequence
 
-from grpo.sync.engine import BACKEND as DISK
+from grpo.sync import server_backend
 from grpo.sync.engine import GUARDED
 
 # Set by torchrun for the trainer's ranks; vLLM reads some of them as its own.
@@ -43,7 +43,7 @@ def vllm_arguments(
         "--max-num-seqs": str(max_num_seqs),  # what the loader keeps open, runs
         "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled (law 4)
         "--generation-config": "vllm",  # no repetition_penalty or top_k from the model's folder (law 4)
-        "--weight-transfer-config": json.dumps({"backend": DISK if backend == "disk" else backend}),
+        "--weight-transfer-config": json.dumps({"backend": server_backend(backend)}),
         "--host": host,
         "--port": str(port),
         "--tensor-parallel-size": str(tensor_parallel),
@@ -55,6 +55,10 @@ def vllm_arguments(
     flat = [word for pair in arguments.items() for word in pair]
     flat.append("--enable-scale-out")  # /inference/v1/generate answers 403 without it
     flat.append("--disable-uvicorn-access-log")  # a line for each completion
+    if cpu:
+        # A prompt in parts makes vLLM 0.32 step a request's random generator back, which ends the engine on a CPU
+        # ("CPU Generator does not use offset"). It would come at a sync: kept requests are computed again, all at once.
+        flat.append("--no-enable-chunked-prefill")
     if cpu or eager:
         flat.append("--enforce-eager")
     return [*flat, *extra]

@@ -1,31 +1,39 @@
 """What every weight sync shares: the order of its calls, its deadlines, and what happens when one fails.
 
-    pause, start_weight_update, update_weights, finish_weight_update(version), resume, then weight_info
+    pause, start_weight_update, update_weights, finish_weight_update(version), reset_prefix_cache, resume, weight_info
 
 on every server, each phase on all servers at once. A phase that fails on one server ends the sync: whatever failed, an
 open update is closed and every server is told to resume, then the first error is raised. `sync` returns only when every
 server has confirmed the version; until then the trainer goes by the old one.
 
-Why no reset_prefix_cache between finish and resume: `pause?mode=keep&clear_cache=true` has emptied the caches, and
-running requests are computed again under the new weights (vLLM 0.32; measured: docs/server_protocol.md). The separate
-call answers success=false while requests are kept, so its answer would prove nothing; the probes do (law 8).
+Why the caches are reset though the pause has cleared them: with `mode=keep` vLLM 0.32 documents `clear_cache` as
+ignored while its code obeys it, and a key-value cache that survives gives logprobs of a mixture of weights that no
+version has (off by 11 nat when it was tried). So it is asked for again, after the update, with
+`reset_running_requests=true`: whatever still holds a cache is computed again, and a cache that cannot be
+dropped is an error, not `success: false`. When the pause did its work this finds nothing to do (2 ms).
+
+Left out: sparse and delta updates, LoRA adapters, trainers of several processes (only rank 0 would call).
 """
 
+import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+from grpo.rollout.errors import ServerError
 
-from grpo.model import Policy
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-CONFIRM_TIMEOUT = 30.0  # seconds for weight_info and for the attempts to clean up
+CONFIRM_TIMEOUT = 30.0  # seconds for weight_info
+CLEANUP_TIMEOUT = 5.0  # seconds for each call after a failure, which is raised only then
 
 
 class Control(Protocol):
@@ -45,7 +53,15 @@ class Control(Protocol):
     ) -> dict[str, Any]: ...
 
 
-class VersionNotConfirmed(RuntimeError):  # noqa: N818
+class Weights(Protocol):
+    """Whose weights are sent: names as in a saved checkpoint (transformers' state_dict, a tied head left out)."""
+
+    def named_weights(self, dtype: "torch.dtype | None" = None) -> "Iterator[tuple[str, Tensor]]":
+        """Whole tensors in a fixed order, each cast to `dtype` as it comes; without a dtype for their shapes alone."""
+        ...
+
+
+class VersionNotConfirmed(ServerError):  # noqa: N818
     """Every call answered 200, and the server reports another version."""
 
 
@@ -66,7 +82,7 @@ class SyncTimings:
 
 
 class WeightSync:
-    """Base of the backends. A backend gives `attach`, `prepare` and `transfer`.
+    """Base of the backends. A backend gives `attach`, `transfer`, and what else it needs.
 
     controls: one per server. policy: whose weights are sent. dtype: of the servers; nothing wider goes over the wire.
     pause: "keep" (open requests survive) or "wait" (they finish first). timeout: seconds for each phase.
@@ -75,41 +91,53 @@ class WeightSync:
     backend: str  # what the server is told at its start
 
     def __init__(
-        self, *, controls: list[Control], policy: Policy, dtype: torch.dtype, pause: str, timeout: float
+        self, *, controls: list[Control], policy: Weights, dtype: "torch.dtype", pause: str, timeout: float
     ) -> None:
+        assert pause in ("keep", "wait"), pause
         self.controls = controls
         self.policy = policy
         self.dtype = dtype
         self.pause = pause
         self.timeout = timeout
+        self.bytes = sum(w.numel() * dtype.itemsize for _, w in policy.named_weights())
+        self.device = next(iter(policy.named_weights()))[1].device
         self._attached = False
         self._pool = ThreadPoolExecutor(max_workers=len(controls), thread_name_prefix="weight-sync")
 
     def attach(self) -> None:
-        """The handshake, once, before the first sync."""
+        """The handshake, once, before the first sync; again after `reattach`."""
         raise NotImplementedError
 
-    def prepare(self, version: int, timings: SyncTimings) -> None:
+    def prepare(self, version: int) -> None:
         """What can be done while the servers still generate."""
 
     def transfer(self, version: int) -> None:
         """start_weight_update, update_weights, finish_weight_update on every server."""
         raise NotImplementedError
 
+    def abandon(self, control: Control) -> None:
+        """Close an update that a failure left open. vLLM's engines then put back the tensors that did not arrive."""
+        control.post("/finish_weight_update", timeout=CLEANUP_TIMEOUT)
+
     def cleanup(self, version: int) -> None:
         """After every server has confirmed."""
 
+    def reattach(self) -> None:
+        """A server has been restarted: the next sync begins with the handshake."""
+        self._attached = False
+
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Give back what is held. No server is called; a call that hangs is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def sync(self, version: int) -> SyncTimings:
         """Send the current weights as `version`; raises what failed, after the servers have been told to resume."""
-        timings = SyncTimings()
+        timings = SyncTimings(bytes=self.bytes)
         begin = time.monotonic()
         if not self._attached:
             self.attach()
             self._attached = True
-        self.prepare(version, timings)
+        self.prepare(version)
         timings.export_s = time.monotonic() - begin
         paused = time.monotonic()
         try:
@@ -118,12 +146,13 @@ class WeightSync:
             timings.pause_s = time.monotonic() - paused
             moved = time.monotonic()
             self.transfer(version)
+            self.everywhere(self._reset_cache)
             timings.update_s = time.monotonic() - moved
             resumed = time.monotonic()
             self.everywhere(lambda c: c.post("/resume", timeout=self.timeout))
             timings.resume_s = time.monotonic() - resumed
-        except BaseException:
-            self._leave_running()
+        except BaseException as error:
+            self._leave_running(error)
             raise
         timings.paused_s = time.monotonic() - paused
         self.everywhere(lambda c: self._confirm(c, version))
@@ -135,11 +164,35 @@ class WeightSync:
         """One call on every server at once; all have ended before the first error is raised."""
         if len(self.controls) == 1:
             return [call(self.controls[0])]
-        futures: list[Future[Any]] = [self._pool.submit(call, control) for control in self.controls]
-        for future in futures:
-            with contextlib.suppress(BaseException):
-                future.result()
+        futures = [self._pool.submit(call, control) for control in self.controls]
+        concurrent.futures.wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"besides: {other}")
+            raise errors[0]
         return [future.result() for future in futures]
+
+    def start(self, control: Control) -> None:
+        """Open an update; one that a killed trainer left open on an attached server is closed first."""
+        try:
+            control.post("/start_weight_update", timeout=self.timeout)
+        except ServerError as error:
+            if "already active" not in str(error):
+                raise
+            log.warning("%s: a weight update was left open, by a trainer that was killed; closing it", control.url)
+            with contextlib.suppress(ServerError):
+                self.abandon(control)
+            control.post("/start_weight_update", timeout=self.timeout)
+
+    def _reset_cache(self, control: Control) -> None:
+        running = {"reset_running_requests": "true"}
+        answer = control.post("/reset_prefix_cache", params=running, timeout=self.timeout)
+        if answer.get("success") is not True:
+            raise ServerError(
+                f"{control.url}/reset_prefix_cache: {answer}: requests hold key-value caches of the old weights, and "
+                "their next tokens would be of no version"
+            )
 
     def _confirm(self, control: Control, version: int) -> None:
         answer = control.get("/weight_info", timeout=CONFIRM_TIMEOUT)
@@ -149,14 +202,15 @@ class WeightSync:
                 f"{answer.get('weight_version')!r}"
             )
 
-    def _leave_running(self) -> None:
-        """No server stays paused, or with an update open, because of us. The error that brought us here is raised."""
+    def _leave_running(self, cause: BaseException) -> None:
+        """No server stays paused, or with an update open, because of us. `cause` is raised afterwards."""
 
         def attempt(control: Control) -> None:
-            for path in ("/finish_weight_update", "/resume"):
-                try:
-                    control.post(path, timeout=CONFIRM_TIMEOUT)
-                except Exception as error:  # an update that was not open, a server that is gone
-                    log.info("after a failed sync: %s%s: %s", control.url, path, error)
+            with contextlib.suppress(Exception):  # mostly there is none open
+                self.abandon(control)
+            try:
+                control.post("/resume", timeout=CLEANUP_TIMEOUT)
+            except Exception as error:
+                cause.add_note(f"and it could not be resumed: {error}")
 
         self.everywhere(attempt)

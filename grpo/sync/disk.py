@@ -1,69 +1,79 @@
-"""sync=disk: the weights go through a file that trainer and servers both see. On one machine it lies in memory."""
+"""sync=disk: the weights go through a file that trainer and servers both see. On one machine it lies in memory.
+
+A version is written aside and renamed while the servers still generate, read by them while they are paused, and removed
+when all have confirmed it. The folder is ours alone: `grpo-weights-<pid>-...` with a lock that the run holds, so
+that a later run can tell what a dead one left behind (also where several hosts or containers share the folder: a pid
+alone would say nothing there).
+"""
 
 import contextlib
+import fcntl
+import json
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-
-from grpo.sync.base import Control, SyncTimings, WeightSync
+from grpo.sync.base import CLEANUP_TIMEOUT, Control, WeightSync
 from grpo.sync.engine import BACKEND
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MEMORY = Path("/dev/shm")
-PREFIX = "grpo-weights-"
+PREFIX, LOCK = "grpo-weights-", "lock"
+RESERVE = 64 << 20  # bytes that stay free besides the file
+NEWBORN = 60.0  # seconds in which a folder may have no lock yet
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class DiskSync(WeightSync):
-    """Writes `version_<n>.safetensors` while the servers generate; they read it while they are paused.
-
-    folder: where; None takes memory where there is room for two versions, else `fallback` (the run folder).
-    """
+    """folder: where; None takes memory where there is room for two versions, else `fallback` (the run folder)."""
 
     backend = BACKEND
 
     def __init__(self, *, folder: str | None, fallback: Path, **common: Any) -> None:
         super().__init__(**common)
-        self.bytes = sum(w.numel() * self.dtype.itemsize for _, w in self.policy.named_weights())
         parent = Path(folder) if folder is not None else self._choose(fallback)
         parent.mkdir(parents=True, exist_ok=True)
         remove_dead(parent)
-        # the pid is in the name, so that a later run can tell whose remains these are
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        # Absolute: the servers may run in another directory.
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)).resolve()
+        self.folder.chmod(0o755)  # a server may run as somebody else
+        self._lock = (self.folder / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def attach(self) -> None:
-        shapes = {name: list(weight.shape) for name, weight in self.policy.named_weights()}
+        init = {"shapes": {name: list(weight.shape) for name, weight in self.policy.named_weights()}}
         self.everywhere(
-            lambda c: c.post(
-                "/init_weight_transfer_engine", json={"init_info": {"shapes": shapes}}, timeout=self.timeout
-            )
+            lambda c: c.post("/init_weight_transfer_engine", json={"init_info": init}, timeout=self.timeout)
         )
 
-    def prepare(self, version: int, timings: SyncTimings) -> None:
+    def prepare(self, version: int) -> None:
         free = shutil.disk_usage(self.folder).free
-        if free < self.bytes:
+        if free < self.bytes + RESERVE:
             raise OSError(
                 f"sync.dir={self.folder.parent}: {free / 1e9:.2f} GB free, a version of the weights needs "
-                f"{self.bytes / 1e9:.2f} GB; choose another sync.dir"
+                f"{(self.bytes + RESERVE) / 1e9:.2f} GB; choose another sync.dir"
             )
         aside = self._file(version).with_suffix(".tmp")
-        weights = {n: w.to("cpu", self.dtype).contiguous() for n, w in self.policy.named_weights()}
-        save_file(weights, aside)
+        shapes = {name: list(weight.shape) for name, weight in self.policy.named_weights()}
+        write_safetensors(aside, shapes, str(self.dtype).removeprefix("torch."), self.policy.named_weights(self.dtype))
         aside.rename(self._file(version))
-        timings.bytes = self.bytes
 
     def transfer(self, version: int) -> None:
-        body = {"update_info": {"path": str(self._file(version))}}
+        update = {"update_info": {"path": str(self._file(version))}}
         finish = {"weight_version": str(version)}
+        self.everywhere(self.start)
+        self.everywhere(lambda c: c.post("/update_weights", json=update, timeout=self.timeout))
+        self.everywhere(lambda c: c.post("/finish_weight_update", json=finish, timeout=self.timeout))
 
-        def one(control: Control) -> None:
-            control.post("/start_weight_update", timeout=self.timeout)
-            control.post("/update_weights", json=body, timeout=self.timeout)
-            control.post("/finish_weight_update", json=finish, timeout=self.timeout)
-
-        self.everywhere(one)
+    def abandon(self, control: Control) -> None:
+        # Our engine finishes no update that brought nothing; an update that it refuses closes it.
+        control.post("/update_weights", json={"update_info": {}}, timeout=CLEANUP_TIMEOUT)
 
     def cleanup(self, version: int) -> None:
         self._file(version).unlink()
@@ -71,20 +81,57 @@ class DiskSync(WeightSync):
     def close(self) -> None:
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
     def _file(self, version: int) -> Path:
         return self.folder / f"version_{version}.safetensors"
 
     def _choose(self, fallback: Path) -> Path:
         with contextlib.suppress(OSError):
-            if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 * self.bytes + (64 << 20):
+            if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 * (self.bytes + RESERVE):
                 return MEMORY
         return fallback
 
 
+def write_safetensors(
+    path: Path, shapes: dict[str, list[int]], dtype: str, tensors: "Iterable[tuple[str, Tensor]]"
+) -> None:
+    """Write one tensor after the other, so that one copy of the largest is all the memory this takes.
+
+    shapes: what will come, in this order. dtype: of all, "float32", "bfloat16", ... The format: eight bytes with the
+    length of a JSON header, the header, the tensors end to end (https://huggingface.co/docs/safetensors).
+    """
+    import torch
+
+    size = getattr(torch, dtype).itemsize
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + size * int(torch.Size(shape).numel())
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin aligned
+    names: Iterator[str] = iter(shapes)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            assert name == next(names), f"{name}: not announced here"
+            assert list(tensor.shape) == shapes[name], f"{name}: {tensor.shape}"
+            assert str(tensor.dtype) == f"torch.{dtype}", f"{name}: {tensor.dtype}"
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        assert next(names, None) is None, "fewer tensors than announced"
+
+
 def remove_dead(parent: Path) -> None:
-    """Remove what runs left behind that no longer live."""
+    """Remove what runs left behind that no longer live: nobody holds their lock."""
     for folder in parent.glob(f"{PREFIX}*"):
-        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with (folder / LOCK).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > NEWBORN:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it lives, or belongs to somebody else
+            continue

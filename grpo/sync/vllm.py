@@ -4,6 +4,8 @@ ipc shares the trainer's memory with a server on the same GPU; nccl broadcasts t
 drives start_weight_update, update_weights and finish_weight_update through a client with four methods; ours sends each
 to every server at once, with our deadlines, and puts the version into finish. A transfer runs in a thread, because a
 collective whose other side has died never returns: the deadline then ends the run, not the thread.
+
+vLLM is imported here, in the trainer's process, so only these two backends pay for it (7 s on a slow core).
 """
 
 import base64
@@ -19,16 +21,15 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from grpo.model import Policy
-from grpo.sync.base import Control, SyncTimings, WeightSync
+from grpo.sync.base import Control, Weights, WeightSync
 
-BUFFER = 1 << 30  # bytes; vLLM's default, and the least: it must hold the largest tensor
+BUFFER = 1 << 30  # bytes of vLLM's packed buffer, its default; more where the largest tensor needs it
 
 
 class PolicySource(WeightSource):
     """The policy's weights in the serving dtype, cast one by one as they are sent."""
 
-    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+    def __init__(self, policy: Weights, dtype: torch.dtype) -> None:
         self.policy = policy
         self.dtype = dtype
 
@@ -55,7 +56,7 @@ class Client:
         self._post("/init_weight_transfer_engine", lambda control: bodies[control.url])
 
     def start_weight_update(self) -> None:
-        self._post("/start_weight_update", lambda _: None)
+        self.sync.everywhere(self.sync.start)
 
     def update_weights(self, update_info: Any) -> None:
         body = {"update_info": wire_safe(update_info)}
@@ -85,8 +86,7 @@ class VLLMSync(WeightSync):
         super().__init__(**common)
         self.source = PolicySource(self.policy, self.dtype)
         sizes = [w.numel() * self.dtype.itemsize for _, w in self.policy.named_weights()]
-        self.bytes = sum(sizes)
-        self.buffer_bytes = max(BUFFER, max(sizes))
+        self.buffer_bytes = max(min(BUFFER, self.bytes), max(sizes))
         self.client = Client(self)
         self.engine: Any = None
 
@@ -105,16 +105,14 @@ class VLLMSync(WeightSync):
 
         self._within("the handshake", handshake)
 
-    def prepare(self, version: int, timings: SyncTimings) -> None:
-        self.client.version = version
-        timings.bytes = self.bytes
-
     def transfer(self, version: int) -> None:
+        self.client.version = version
+
         def send() -> None:
+            self._synchronize()  # vLLM reads the weights on streams of its own: the optimizer's step must be over
             with torch.no_grad():
                 self.engine.send_weights()
-            if self.policy.device.type == "cuda":
-                torch.cuda.synchronize(self.policy.device)
+            self._synchronize()
 
         self._within(f"the transfer of version {version}", send)
 
@@ -123,14 +121,22 @@ class VLLMSync(WeightSync):
         if self.engine is not None:
             self.engine.shutdown()
 
+    def world_sizes(self) -> list[int]:
+        """Workers (GPUs) of each server."""
+        return [int(c.get("/get_world_size", timeout=self.timeout)["world_size"]) for c in self.controls]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _within(self, what: str, work: Callable[[], None]) -> None:
         """Run in a thread with a deadline; its error is raised here."""
         failure: list[BaseException] = []
 
         def run() -> None:
             try:
-                if self.policy.device.type == "cuda":
-                    torch.cuda.set_device(self.policy.device)  # the current device belongs to a thread
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # the current device belongs to a thread
                 work()
             except BaseException as error:
                 failure.append(error)
@@ -138,20 +144,25 @@ class VLLMSync(WeightSync):
         thread = threading.Thread(target=run, name="weight-transfer", daemon=True)
         thread.start()
         thread.join(self.timeout)
-        if failure:
-            raise failure[0]
         if thread.is_alive():
             raise TimeoutError(f"sync={self.backend}: {what} did not end within sync.timeout={self.timeout:g} s")
+        if failure:
+            raise failure[0]
 
 
 class IPCSync(VLLMSync):
-    """Trainer and servers on one GPU."""
+    """Trainer and server on one GPU: a handle is opened by one process, so there is one server of one worker."""
 
     backend = "ipc"
 
     def trainer_init_info(self) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
+        if self.world_sizes() != [1]:
+            raise ValueError(
+                f"sync=ipc: one server of one GPU shares the trainer's; there are {len(self.controls)} servers with "
+                f"{self.world_sizes()} GPUs; use sync=nccl or sync=disk"
+            )
         return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=self.buffer_bytes)
 
 
@@ -164,9 +175,9 @@ class NCCLSync(VLLMSync):
     def trainer_init_info(self) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        sizes = [int(c.get("/get_world_size", timeout=self.timeout)["world_size"]) for c in self.controls]
+        sizes = self.world_sizes()
         self.offsets = [1 + sum(sizes[:number]) for number in range(len(sizes))]
-        address = address_for(self.controls[0].url)
+        address = our_address([c.url for c in self.controls])
         return NCCLTrainerInitInfo(
             master_address=address,
             master_port=free_port(address),
@@ -180,13 +191,14 @@ class NCCLSync(VLLMSync):
         return {**init_info, "rank_offset": self.offsets[number]}
 
 
-def address_for(url: str) -> str:
-    """Our address as that server sees it. (Connecting a datagram socket chooses a route and sends nothing.)"""
-    host = urlsplit(url).hostname
-    assert host is not None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+def our_address(urls: list[str]) -> str:
+    """Our address as all the servers can reach it: 127.0.0.1 only where they are all on this machine."""
+    addresses = []
+    for url in urls:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((urlsplit(url).hostname or "", 9))  # chooses a route and sends nothing
+            addresses.append(str(probe.getsockname()[0]))
+    return next((a for a in addresses if not a.startswith("127.")), addresses[0])
 
 
 def free_port(address: str) -> int:

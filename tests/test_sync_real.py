@@ -1,0 +1,284 @@
+"""Weight sync by file into the real vLLM on the CPU: what the server computes afterwards, against transformers.
+
+One server for all tests of a model, since a start costs 10 to 20 s; so each test begins with a sync of its own. The
+servers are launched as a run launches them.
+"""
+
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_control import PlainControl
+from safetensors.torch import load_file, save_file
+from tiny import other_weights, save_tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo.rollout.errors import ServerError
+from grpo.rollout.flags import vllm_arguments, vllm_environment
+from grpo.rollout.server import VLLMServer, free_ports
+from grpo.sync.disk import DiskSync
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TIMEOUT = 60.0
+PROMPTS = [[12, 7, 30, 22, 9], [3, 3, 41], [50, 8, 8, 19, 33, 2, 27]]
+
+
+class Trained:
+    """A model in the trainer's place: weights by seed, and what they would say of a completion."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.folder, self.scratch = folder, scratch
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.weights: dict[str, Tensor] = {}
+
+    def draw(self, seed: int) -> dict[str, Tensor]:
+        """Become other weights altogether: every layer, every norm."""
+        self.weights = other_weights(self.folder, self.scratch / "drawn.safetensors", seed=seed)
+        missing, unexpected = self.model.load_state_dict(self.weights, strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        assert not unexpected
+        self.model.tie_weights()
+        return self.weights
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach() if dtype is None else parameter.detach().to(dtype)
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], tokens: list[int]) -> Tensor:
+        """Of each completion token, float32 [len(tokens)]."""
+        logits_TV = self.model(input_ids=torch.tensor([prompt + tokens])).logits[0]
+        logprobs_TV = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
+        return logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+class Rig:
+    """One real server, the trained model beside it, and the sync between them."""
+
+    def __init__(self, folder: Path, scratch: Path, url: str) -> None:
+        self.trained = Trained(folder, scratch)
+        self.control = PlainControl(url)
+        self.sync = DiskSync(
+            folder=str(scratch / "weights"),
+            fallback=scratch,
+            controls=[self.control],
+            policy=self.trained,
+            dtype=torch.float32,
+            pause="keep",
+            timeout=TIMEOUT,
+        )
+
+    def generate(self, prompt: list[int], *, max_tokens: int = 12, seed: int = 1) -> dict[str, Any]:
+        params = {"temperature": 1.0, "max_tokens": max_tokens, "logprobs": 0, "seed": seed, "ignore_eos": True}
+        body = {"token_ids": prompt, "sampling_params": params}
+        choice: dict[str, Any] = self.control.post("/inference/v1/generate", json=body, timeout=TIMEOUT)["choices"][0]
+        return choice
+
+    def worst(self) -> float:
+        """Largest |server's logprob - ours| over a few sampled completions."""
+        largest = 0.0
+        for seed, prompt in enumerate(PROMPTS):
+            choice = self.generate(prompt, seed=seed)
+            theirs = torch.tensor([row["logprob"] for row in choice["logprobs"]["content"]])
+            ours = self.trained.logprobs(prompt, choice["token_ids"])
+            largest = max(largest, (ours - theirs).abs().max().item())
+        return largest
+
+    def version(self) -> str:
+        return str(self.control.get("/weight_info", timeout=TIMEOUT)["weight_version"])
+
+    def paused(self) -> bool:
+        return bool(self.control.get("/is_paused", timeout=TIMEOUT)["is_paused"])
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied")
+    scratch = tmp_path_factory.mktemp("scratch")
+    server = launch(folder, scratch)
+    try:
+        server.wait_ready(240)
+        rig = Rig(folder, scratch, server.url)
+        yield rig
+        rig.sync.close()
+    finally:
+        server.stop()
+
+
+def launch(folder: Path, scratch: Path) -> VLLMServer:
+    (port,) = free_ports("127.0.0.1", 1)
+    arguments = vllm_arguments(
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        max_model_len=512,
+        backend="disk",
+        host="127.0.0.1",
+        port=port,
+        max_num_seqs=64,
+        gpu_memory=0.9,
+        tensor_parallel=1,
+        eager=False,
+        cpu_kv_gb=0.125,
+    )
+    environment = vllm_environment(
+        dict(os.environ), device="cpu", backend="disk", threads=1, gpus=[], tensor_parallel=1, api_key=None
+    )
+    command = [sys.executable, "-P", "-m", "grpo.rollout.vllm_main", *arguments]
+    server = VLLMServer(command, host="127.0.0.1", port=port, environment=environment, log=scratch / "server.log")
+    server.launch()
+    return server
+
+
+def test_server_computes_with_the_weights_that_were_sent(rig: Rig) -> None:
+    """Repeatedly, each time with entirely other weights: what a first update leaves behind must not be in the way."""
+    for version, seed in enumerate((11, 12, 13)):
+        rig.trained.draw(seed)
+        if version == 0:
+            assert rig.worst() > 0.1  # the server has its own weights still, so the test can fail
+        timings = rig.sync.sync(version)
+        assert rig.version() == str(version)
+        assert rig.worst() < 1e-4
+        assert timings.bytes == sum(w.numel() * 4 for w in rig.trained.weights.values())
+        assert 0 < timings.paused_s <= timings.total_s
+    assert [f.name for f in rig.sync.folder.iterdir()] == ["lock"]
+
+
+def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_version(rig: Rig) -> None:
+    """CASES 31: with pause=keep, each token's logprob is that of a full recompute under the weights of its label."""
+    rig.sync.reattach()  # again is allowed
+    seeds = {20: 21, 21: 22, 22: 23, 23: 24}
+    rig.trained.draw(seeds[20])
+    rig.sync.sync(20)
+    with ThreadPoolExecutor(24) as pool:
+        open_requests: list[tuple[list[int], Future[dict[str, Any]]]] = []
+        for i in range(24):
+            prompt = PROMPTS[i % 3]
+            open_requests.append((prompt, pool.submit(rig.generate, prompt, max_tokens=400, seed=100 + i)))
+        for version in (21, 22, 23):
+            wait_for_tokens(rig, 24 * 95)  # more than vLLM computes at once (2048), when all are computed again
+            rig.trained.draw(seeds[version])
+            rig.sync.sync(version)
+        choices = [(prompt, request.result(timeout=120)) for prompt, request in open_requests]
+    assert [len(c["weight_versions"]) for _, c in choices] == [4] * 24
+    for version, seed in seeds.items():
+        rig.trained.draw(seed)
+        for prompt, choice in choices:
+            ours = rig.trained.logprobs(prompt, choice["token_ids"])
+            theirs = torch.tensor([row["logprob"] for row in choice["logprobs"]["content"]])
+            (span,) = [s for s in choice["weight_versions"] if s["version"] == str(version)]
+            part = slice(span["start"], span["end"])
+            assert span["end"] > span["start"]
+            assert (ours[part] - theirs[part]).abs().max() < 1e-4, (version, span)
+
+
+def wait_for_tokens(rig: Rig, tokens: int) -> None:
+    """Until the server has generated so many more tokens."""
+    start = generated(rig)
+    while generated(rig) < start + tokens:
+        time.sleep(0.01)
+
+
+def generated(rig: Rig) -> float:
+    """vllm:generation_tokens_total of /metrics."""
+    with urllib.request.urlopen(f"{rig.control.url}/metrics", timeout=TIMEOUT) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (
+            lambda w: w.pop("model.layers.1.self_attn.k_proj.weight"),
+            "1 missing: model.layers.1.self_attn.k_proj.weight",
+        ),
+        (lambda w: w.update({"model.layers.9.w": torch.zeros(2)}), "1 unknown: model.layers.9.w"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(31)}),
+            r"1 of another shape: model.norm.weight \[31\] not \[32\]",
+        ),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_file_that_does_not_fit_is_refused_and_changes_nothing(rig: Rig, edit: Any, named: str, tmp_path: Path) -> None:
+    rig.trained.draw(31)
+    rig.sync.sync(30)
+    weights = {k: v + 1.0 for k, v in rig.trained.weights.items()}
+    edit(weights)
+    save_file(weights, tmp_path / "odd.safetensors")
+    rig.sync.start(rig.control)
+    with pytest.raises(ServerError, match=named):
+        update(rig, tmp_path / "odd.safetensors")
+    assert rig.version() == "30"
+    assert rig.worst() < 1e-4
+    rig.trained.draw(32)
+    rig.sync.sync(31)
+    assert rig.worst() < 1e-4
+
+
+def update(rig: Rig, path: Path) -> None:
+    rig.control.post("/update_weights", json={"update_info": {"path": str(path)}}, timeout=TIMEOUT)
+
+
+def test_file_that_is_no_safetensors_is_refused(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\x80\x04pickle?")
+    for path in (tmp_path / "x", tmp_path / "absent"):
+        rig.sync.start(rig.control)
+        with pytest.raises(ServerError, match="cannot be read as safetensors"):
+            update(rig, path)
+
+
+def test_update_without_a_file_is_no_new_version(rig: Rig) -> None:
+    """A finish that brought nothing fails, and the update that it leaves open is closed by the next sync."""
+    rig.trained.draw(41)
+    rig.sync.sync(40)
+    rig.sync.start(rig.control)
+    with pytest.raises(ServerError, match="without an update_weights"):
+        rig.control.post("/finish_weight_update", json={"weight_version": "41"}, timeout=TIMEOUT)
+    assert rig.version() == "40"
+    rig.trained.draw(42)
+    rig.sync.sync(41)
+    assert rig.worst() < 1e-4
+
+
+def test_failed_sync_leaves_the_server_running_with_its_old_weights(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.trained.draw(51)
+    rig.sync.sync(50)
+
+    def truncated(version: int) -> None:
+        DiskSync.prepare(rig.sync, version)
+        file = rig.sync._file(version)
+        weights = load_file(file)
+        weights.pop("model.embed_tokens.weight")
+        save_file(weights, file)
+
+    monkeypatch.setattr(rig.sync, "prepare", truncated)
+    with pytest.raises(ServerError, match=r"update_weights.*1 missing: model\.embed_tokens\.weight"):
+        rig.sync.sync(51)
+    monkeypatch.undo()
+    assert not rig.paused()
+    assert rig.version() == "50"
+    assert rig.worst() < 1e-4
+    rig.trained.draw(52)
+    rig.sync.sync(51)
+    assert rig.version() == "51"
+    assert rig.worst() < 1e-4
+
+
+def test_trainer_of_another_model_is_refused_at_the_handshake(rig: Rig) -> None:
+    shapes = {"model.embed_tokens.weight": [8, 8]}
+    with pytest.raises(ServerError, match="the trainer's model does not fit the served model"):
+        rig.control.post("/init_weight_transfer_engine", json={"init_info": {"shapes": shapes}}, timeout=TIMEOUT)
+    rig.trained.draw(61)
+    rig.sync.sync(60)
+    assert rig.worst() < 1e-4
