@@ -16,7 +16,7 @@ import pytest
 from reward_tools import MINE, completion, make, mine, row, score, score_all
 
 from grpo.rewards import RewardError
-from grpo.rewards import pool as pool_module
+from grpo.rewards import process as process_module
 
 
 def test_a_function_gets_its_columns() -> None:
@@ -112,7 +112,7 @@ def test_prints_go_to_the_log_and_not_to_the_terminal(
 def test_a_flood_of_prints_is_cut_off_and_blocks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="grpo.rewards")
     assert score(mine("prints_much"), "4") == [1.0]
-    assert caplog.text.count("[prints_much] line") <= pool_module.PRINTED
+    assert caplog.text.count("[prints_much] line") <= process_module.PRINTED
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
@@ -172,7 +172,7 @@ def test_a_coroutine_that_is_late_delays_no_other_and_ends_alone() -> None:
 def test_a_coroutine_that_takes_its_worker_down_is_found_and_the_others_run_again(
     bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "GRACE", 0.2)
+    monkeypatch.setattr(process_module, "GRACE", 0.2)
     rewards = mine("blocks_its_loop", timeout=1.0, on_error="unscored")
     assert score(rewards, "a", bad, "b", "c") == [1.0, None, 1.0, 1.0]
     stats = rewards.stats()
@@ -199,6 +199,24 @@ def test_nothing_is_left_after_closing() -> None:
 
 def _children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_closing_ends_calls_that_are_open_or_wait_in_line_and_starts_no_new_worker() -> None:
+    before = _children()
+    rewards = mine("hangs", timeout=60, workers=1, on_error="unscored")
+    rewards.start()
+    rewards.wait_ready()
+    completions = [completion("hang") for _ in range(3)]
+
+    async def close_in_the_middle() -> None:
+        scoring = asyncio.gather(*(rewards.score(row(), c) for c in completions), return_exceptions=True)
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(rewards.close)
+        await scoring
+
+    asyncio.run(close_in_the_middle())
+    assert [c.reward for c in completions] == [None] * 3
+    assert _children() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to end a child with its parent")

@@ -1,0 +1,168 @@
+"""Is the verifier right? Its verdicts beside those of a strict text or number comparison, each disagreement shown.
+
+A strict comparison never calls a wrong answer right. So where the verifier says right and it says wrong, a person
+looks: a better reading (1/2 = 0.5), or a hole that the policy will find. Where the verifier says wrong and it right,
+the verifier loses right answers. Two sources of answers: the golds of the data set, each as an answer to its own row
+(should be right) and to another (should be wrong, unless they are equal), or the completions of a run.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from grpo.data.base import Data
+from grpo.data.rows import Table, Unusable
+from grpo.rewards.base import Reward
+from grpo.rewards.combined import Rewards
+from grpo.rewards.extract import find_answer, whole_number
+from grpo.types import Completion, Prompt
+
+AT_ONCE = 64  # completions scored at a time
+
+
+@dataclass(slots=True)
+class Case:
+    """An answer to judge. `verdict`: the verifier's reward (None: not scored). `strict`: is text or number equal?"""
+
+    source: str
+    prompt: Prompt
+    gold: str
+    completion: Completion
+    strict: bool = False
+    verdict: float | None = None
+
+    @property
+    def kind(self) -> str:
+        if self.verdict is None:
+            return "not scored"
+        right = self.verdict >= 1.0
+        if right == self.strict:
+            return "both right" if right else "both wrong"
+        return "verifier right, strict wrong" if right else "verifier wrong, strict right"
+
+
+def verifier(rewards: Rewards, name: str | None) -> Reward:
+    """The reward to audit: the named one, else the first that compares with an answer. Raises ValueError."""
+    for reward in rewards.rewards:
+        if reward.name == name or (name is None and reward.NEEDS_ANSWER):
+            return reward
+    names = ", ".join(r.name for r in rewards.rewards)
+    if name is None:
+        raise ValueError(f"none of the rewards compares with an answer by itself; name one with --reward: {names}")
+    raise ValueError(f"--reward {name}: the data has no such reward; it has {names}")
+
+
+def place(reward: Reward) -> dict[str, Any]:
+    """Where the reward looks for the answer."""
+    return {key: getattr(reward, key, default) for key, default in (("after", None), ("tag", None), ("boxed", False))}
+
+
+def as_completion(reward: Reward, answer: str) -> str:
+    """A completion that gives this answer where the reward looks for it."""
+    where = place(reward)
+    if where["boxed"]:
+        return rf"So the answer is \boxed{{{answer}}}."
+    if where["tag"]:
+        return f"So the answer is <{where['tag']}>{answer}</{where['tag']}>."
+    return f"{where['after'] or ''}{answer}"
+
+
+def strictly_equal(gold: str, given: str | None) -> bool:
+    """The same text apart from space and $ around it, or the same number."""
+    if given is None:
+        return False
+    if gold.strip(" \n$") == given.strip(" \n$"):
+        return True
+    number = whole_number(gold)
+    return number is not None and number == whole_number(given)
+
+
+def usable(data: Data, table: Table) -> Iterator[tuple[Prompt, str]]:
+    """(prompt, gold) of the rows that have one. The prompt has no ids: nothing is tokenized here."""
+    for i in range(len(table.rows)):
+        row = table.rows[i]
+        try:
+            gold, text = data.reader.gold(row), data.reader.essence(row)
+        except Unusable:
+            continue
+        if gold is not None:
+            yield Prompt(i, table.row_name(i), text, [], data.reader.for_reward(row, gold)), gold
+
+
+def cases_from_golds(data: Data, reward: Reward, rows: int) -> list[Case]:
+    """Each of `rows` golds (chosen by a hash) as the answer to its own row and to the next one."""
+    train, _ = data.tables()
+    if len(train.rows) > 50 * rows:  # enough to choose from
+        step = len(train.rows) // (10 * rows)
+        train = Table(train.name, [train.rows[i] for i in range(0, len(train.rows), step)], train.columns)
+    found = sorted(usable(data, train), key=lambda pair: blake2b(pair[0].text.encode()).digest())[:rows]
+    cases = []
+    for (prompt, gold), (_, other) in zip(found, found[1:] + found[:1], strict=True):
+        for source, answer in (("own gold", gold), ("another row's gold", other)):
+            cases.append(Case(source, prompt, gold, _completion(as_completion(reward, answer))))
+    return cases
+
+
+def cases_from_rollouts(data: Data, files: Iterable[Path], rows: int) -> list[Case]:
+    """The last `rows` completions of a run whose rows are still in the data set."""
+    train, held_out = data.tables()
+    tables = {train.name: (data, train), **held_out}
+    cases = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines()[-rows:]:
+            record = json.loads(line)
+            name, _, number = str(record.get("row", "")).rpartition("/")
+            if name not in tables or not number.isdigit():
+                continue
+            owner, table = tables[name]
+            row = table.rows[int(number)]
+            gold = owner.reader.gold(row)
+            if gold is not None:
+                prompt = Prompt(0, record["row"], record["prompt"], [], owner.reader.for_reward(row, gold))
+                completion = _completion(record["completion"], record.get("finish_reason", "stop"))
+                cases.append(Case(f"step {record.get('step')}", prompt, gold, completion))
+    return cases
+
+
+def judge(rewards: Rewards, reward: Reward, cases: list[Case]) -> None:
+    """Fill in both verdicts. The rewards are started."""
+
+    async def everything() -> None:
+        for start in range(0, len(cases), AT_ONCE):
+            chunk = cases[start : start + AT_ONCE]
+            await asyncio.gather(*(rewards.score(c.prompt, c.completion) for c in chunk))
+
+    asyncio.run(everything())
+    for case in cases:
+        case.verdict = case.completion.rewards[reward.name]
+        case.strict = strictly_equal(case.gold, find_answer(case.completion.text, **place(reward)))
+
+
+def report(reward: Reward, cases: list[Case], width: int = 60) -> Iterator[str]:
+    """Lines of text: counts, then every disagreement."""
+    kinds = [case.kind for case in cases]
+    yield f"{len(cases)} answers judged by {reward.name} and by strict comparison"
+    for kind in ("both right", "both wrong", *DISAGREE):
+        yield f"{kinds.count(kind):7d}  {kind}"
+    for kind in DISAGREE:
+        for case in (c for c in cases if c.kind == kind):
+            yield f"\n{kind}: row {case.prompt.row}, {case.source}"
+            yield f"    gold       {_short(case.gold, width)}"
+            yield f"    completion {_short(case.completion.text, width)}"
+
+
+DISAGREE = ("verifier right, strict wrong", "verifier wrong, strict right", "not scored")
+
+
+def _completion(text: str, finish_reason: str = "stop") -> Completion:
+    return Completion(-1, 0, [], [], [], finish_reason, text=text)
+
+
+def _short(text: str, width: int) -> str:
+    """The end of a long text, where answers stand."""
+    shown = repr(text)
+    return shown if len(shown) <= width else "..." + shown[3 - width :]
