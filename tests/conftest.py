@@ -1,6 +1,7 @@
 """Fixtures that several test files use. A test that changes a model folder makes its own (`tiny.save_tiny_model`)."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,10 @@ def server(tiny_dir: Path) -> Iterator[FakeServer]:
     """A fake server around `tiny_dir`, without faults."""
     with FakeServer(tiny_dir) as server:
         yield server
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for blocking calls that a test leaves open."""
+    with ThreadPoolExecutor(64) as pool:
+        yield pool

@@ -98,6 +98,7 @@ class Engine:
     def reset(self) -> None:
         """The state of a server that has just started: base weights, no version, nothing running."""
         self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
+        self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}  # no tied head
         self.version = INITIAL_VERSION
         self.paused: str | None = None
         self.session_open = False
@@ -257,15 +258,18 @@ class Engine:
         self.notify()
 
     def load(self, path: str, *, all_but_head: bool = False) -> None:
-        """Load a safetensors file into the model. Unknown names and wrong shapes raise and change nothing.
+        """Load a safetensors file into the model; one that lacks or adds tensors (a tied head aside) changes nothing.
+
+        As strict as our own engine in the real server (`grpo.sync.disk_engine`). Raises ValueError.
 
         `all_but_head` is the fault of a prepacked output head: it keeps its weights, also where it is tied.
         """
         weights = load_file(path)
-        shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        for name, tensor in weights.items():
-            if shapes.get(name) != tensor.shape:
-                raise ValueError(f"{name} {tuple(tensor.shape)} does not fit the model")
+        shapes = self._shapes
+        sent = {name: tensor.shape for name, tensor in weights.items()}
+        wrong = sorted(name for name in sent.keys() | shapes.keys() if sent.get(name) != shapes.get(name))
+        if wrong:
+            raise ValueError(f"{path} does not fit the model: {', '.join(wrong[:5])}")
         head = self.model.lm_head
         if all_but_head:
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)

@@ -20,6 +20,10 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 from plain_http import NEUTRAL, PROMPT, call
+from safetensors.torch import load_file, save_file
+from tiny import other_weights
+
+from grpo.sync.engine import BACKEND
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -66,7 +70,8 @@ def real(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         f"{sys.executable} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {port} --model {tiny_dir} "
     )
     command += "--dtype float32 --max-model-len 512 --enforce-eager --enable-scale-out "
-    command += "--logprobs-mode processed_logprobs --generation-config vllm"
+    command += "--logprobs-mode processed_logprobs --generation-config vllm "
+    command += f"--weight-transfer-config {json.dumps({'backend': BACKEND}, separators=(',', ':'))}"
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -236,3 +241,41 @@ def test_aborted_answers_are_equal(real: str, fake: str) -> None:
     theirs, ours = aborted(real), aborted(fake)
     assert ours[1]["choices"][0]["finish_reason"] == "abort"
     assert difference(list(theirs), list(ours)) == []
+
+
+def test_updates_are_equal(real: str, fake: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """Last in this file: the servers have other weights afterwards."""
+    file, partial, base = (tmp_path / f"{name}.safetensors" for name in ("other", "partial", "base"))
+    weights = other_weights(tiny_dir, file)
+    save_file({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, partial)
+    save_file(load_file(tiny_dir / "model.safetensors"), base)
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+
+    def update(path: Path, version: Any) -> list[tuple[str, Any]]:
+        info = {"update_info": {"path": str(path)}}
+        return [
+            ("/pause?mode=keep&clear_cache=true", None),
+            ("/start_weight_update", None),
+            ("/update_weights", info),
+            ("/finish_weight_update", {"weight_version": version}),
+            ("/resume", None),
+            (GENERATE, request({**GREEDY, "prompt_logprobs": 0})),
+        ]
+
+    calls: list[tuple[str, Any]] = [
+        ("/init_weight_transfer_engine", {"init_info": {"shapes": shapes}}),
+        ("/update_weights", {"update_info": {"path": str(file)}}),  # without a start
+        ("/finish_weight_update", {"weight_version": "1"}),
+        ("/start_weight_update", None),
+        ("/start_weight_update", None),  # while one is open
+        ("/update_weights", {"update_info": {"path": str(tmp_path / "none.safetensors")}}),
+        *update(partial, "1"),
+        *update(file, "1"),
+        *update(file, 2),  # no string: refused, the session stays open
+        ("/finish_weight_update", None),
+        *update(base, "3"),
+    ]
+    for number, (path, body) in enumerate(calls):
+        assert both(real, fake, path, body) == [], (number, path)
+        assert both(real, fake, "/weight_info", method="GET") == [], (number, path)
+    assert call(real, "/weight_info", method="GET")[1] == {"weight_version": "3"}

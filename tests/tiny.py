@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*/=:;.,?! ()abcdefghijklmnopqrstuvwxyz\n"
@@ -102,3 +102,19 @@ def other_weights(folder: Path, file: Path, *, seed: int = 1, scale: float = 1.0
     weights = {k: v.contiguous() * scale for k, v in model.state_dict().items() if k != tied_head}
     save_file(weights, file)
     return weights
+
+
+def reference_logprobs(
+    folder: Path,
+    ids: list[int],
+    start: int,
+    temperature: float = 1.0,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> list[float]:
+    """Logprobs of `ids[start:]` under the model of `folder` (with other `weights`), by one full forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        logprobs_TV = (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+    return [float(logprobs_TV[t - 1, ids[t]]) for t in range(start, len(ids))]
