@@ -16,8 +16,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 
 from grpo.model import Policy
+from grpo.rollout.errors import ServerError
 from grpo.sync.base import VersionNotConfirmed
-from grpo.sync.vllm import BUFFER, IPCSync, NCCLSync, PolicySource, VLLMSync, address_for, wire_safe
+from grpo.sync.vllm import BUFFER, IPCSync, NCCLSync, PolicySource, VLLMSync, our_address, wire_safe
 
 
 class Server:
@@ -44,7 +45,7 @@ class Server:
             self.hang.wait(30)
         if path == "/finish_weight_update" and json and self.confirms:
             self.version = json["weight_version"]
-        return {}
+        return {"success": True}
 
     @property
     def paths(self) -> list[str]:
@@ -98,14 +99,21 @@ def made(kind: type[VLLMSync], servers: list[Server], folder: Path, timeout: flo
     return kind(controls=controls, policy=Policy(folder), dtype=torch.bfloat16, pause="keep", timeout=timeout)
 
 
-ORDER = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+ORDER = [
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+]
 
 
 @pytest.mark.parametrize("kind", [IPCSync, NCCLSync])
 def test_the_order_the_version_and_the_serving_dtype(
     kind: type[VLLMSync], engine: type[Engine], tiny_dir: Path
 ) -> None:
-    servers = [Server("http://127.0.0.1:1"), Server("http://127.0.0.1:2")]
+    servers = [Server("http://127.0.0.1:1"), Server("http://127.0.0.1:2")][: 1 if kind is IPCSync else 2]
     sync = made(kind, servers, tiny_dir)
     for version in (0, 1):
         timings = sync.sync(version)
@@ -127,7 +135,7 @@ def test_ipc_buffers_hold_the_largest_tensor(
     engine: type[Engine], tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = made(IPCSync, [Server("http://127.0.0.1:1")], tiny_dir)
-    assert sync.trainer_init_info().packed_buffer_size_bytes == BUFFER
+    assert sync.trainer_init_info().packed_buffer_size_bytes == sync.bytes < BUFFER
     monkeypatch.setattr("grpo.sync.vllm.BUFFER", 16)
     small = made(IPCSync, [Server("http://127.0.0.1:1")], tiny_dir)
     largest = max(w.numel() for _, w in small.policy.named_weights())
@@ -179,5 +187,20 @@ def test_a_transfer_whose_other_side_is_gone_ends_by_its_deadline(engine: type[E
     server.hang.set()
 
 
-def test_the_address_is_the_one_that_leads_to_the_server() -> None:
-    assert address_for("http://127.0.0.1:8000") == "127.0.0.1"
+def test_ipc_with_more_than_one_gpu_or_server_is_refused(engine: type[Engine], tiny_dir: Path) -> None:
+    for servers in ([Server("http://127.0.0.1:1", world_size=2)], [Server("http://a:1"), Server("http://b:1")]):
+        with pytest.raises(ValueError, match=r"sync=ipc: one server of one GPU"):
+            made(IPCSync, servers, tiny_dir).sync(0)
+
+
+def test_a_cache_of_the_old_weights_that_stays_is_an_error(engine: type[Engine], tiny_dir: Path) -> None:
+    server = Server("http://127.0.0.1:1")
+    post = server.post
+    server.post = lambda path, **kw: {"success": False} if "reset" in path else post(path, **kw)  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match=r"reset_prefix_cache.*old weights"):
+        made(IPCSync, [server], tiny_dir).sync(0)
+    assert server.paths[-1] == "/resume"
+
+
+def test_the_address_is_one_that_every_server_can_reach() -> None:
+    assert our_address(["http://127.0.0.1:8000"]) == "127.0.0.1"
