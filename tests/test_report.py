@@ -81,6 +81,15 @@ def test_headline_is_first_and_last_evaluation_and_the_ledger(tmp_path: Path) ->
     assert data["ledger_broken"] == 0
 
 
+def test_one_evaluation_is_no_improvement(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", RunSpec(steps=3))
+    first = (folder / "evals.jsonl").read_text().splitlines(keepends=True)[0]
+    (folder / "evals.jsonl").write_text(first)
+    data = page_data(build_run(folder))
+    assert data["headline"]["before"]["value"] == json.loads(first)["accuracy"]
+    assert data["headline"]["after"] is None
+
+
 def test_counts_are_over_every_rollout_and_agree_with_the_ledger(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     data = page_data(build_run(folder))
@@ -253,8 +262,10 @@ def test_a_cut_last_line_is_a_note_and_a_bad_line_an_error(tmp_path: Path) -> No
 def test_a_step_that_comes_twice_is_an_error(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", RunSpec(steps=6))
     text = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(text + text.splitlines(keepends=True)[3])
-    assert "the step does not increase on 1 lines (the first is step 4)" in texts(page_data(build_run(folder)))
+    for again in (4, 6):  # a step gone back to, and the last one twice
+        (folder / "metrics.jsonl").write_text(text + text.splitlines(keepends=True)[again - 1])
+        note = f"the step does not increase on 1 line (the first is step {again})"
+        assert note in texts(page_data(build_run(folder)))
 
 
 def test_null_gradients_are_said_and_null_by_design_is_not(tmp_path: Path) -> None:

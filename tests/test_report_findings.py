@@ -1,13 +1,16 @@
 """The rules of the warnings box: each speaks on a run that has its fault, and all are silent on a sound one."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from make_run import RunSpec, make_run
 
+from grpo.report import findings
 from grpo.report.findings import RULES
 from grpo.report.run import run_data
 
@@ -102,7 +105,7 @@ def test_reward_that_rises_alone(tmp_path: Path) -> None:
     assert finding["number"].endswith("evaluation +0")
 
 
-@pytest.mark.parametrize(("accuracy", "level"), [(0.6, "warning"), (0.98, "note")])
+@pytest.mark.parametrize(("accuracy", "level"), [(0.6, "warning"), (0.93, "note")])
 def test_entropy_collapse_is_a_note_where_the_task_is_solved(tmp_path: Path, accuracy: float, level: str) -> None:
     def collapse(row: dict[str, Any]) -> None:
         sound(row)
@@ -151,6 +154,18 @@ def test_waste(tmp_path: Path) -> None:
     [finding] = data_after(tmp_path, wasted)["findings"]
     assert finding["plot"] == "ledger"
     assert "loss.mask_truncated" in finding["knobs"]
+
+
+def test_every_knob_is_a_key_of_the_configuration() -> None:
+    conf = Path(__file__).parent.parent / "conf"
+    keys: dict[str, set[str]] = {"train": set(yaml.safe_load((conf / "config.yaml").read_text())["train"])}
+    for group in ("model", "data", "rollout", "loss", "sync"):
+        files = [yaml.safe_load(path.read_text()) for path in (conf / group).glob("*.yaml")]
+        keys[group] = {key for content in files for key in content}
+    source = Path(findings.__file__).read_text()
+    knobs = re.findall(r'"((?:train|model|data|rollout|loss|sync)\.\w+)"', source)
+    assert len(set(knobs)) > 15
+    assert [knob for knob in knobs if knob.split(".")[1] not in keys[knob.split(".")[0]]] == []
 
 
 def test_trends_need_steps(tmp_path: Path) -> None:

@@ -64,14 +64,9 @@ def test_pairing_removes_what_seeds_share() -> None:
 
 
 def test_pareto_front() -> None:
-    assert pareto_front([(1, 0.5), (2, 0.9), (3, 0.8), (2, 0.7), None, (1, 0.5)]) == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        True,
-    ]
+    #                 cheapest  best    worse     as dear   as good   nothing  equal to the first
+    points = [(1, 0.5), (2, 0.9), (3, 0.8), (2, 0.7), (4, 0.9), None, (1, 0.5)]
+    assert pareto_front(points) == [True, True, False, False, False, False, True]
 
 
 def test_mean_curve_interpolates_in_the_common_range_only() -> None:

@@ -151,7 +151,7 @@ def entropy_holds(f: Facts) -> Iterator[Finding]:
     start, end = f.start("entropy"), f.end("entropy")
     if not f.has_trend or not start or end is None or end > 0.2 * start:
         return
-    solved = bool(f.evals) and f.evals[-1].value >= 0.95 and f.evals[-1].value <= 1
+    solved = bool(f.evals) and 0.9 <= f.evals[-1].value <= 1
     yield Finding(
         "note" if solved else "warning",
         f"{start:.3g} → {end:.3g} nats",
@@ -253,10 +253,11 @@ def lag_below_bound(f: Facts) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"mean lag {mean:.2f} of {bound:g}",
-            "Lag is at its bound all the time: the sampler is always as far ahead as it may be, so a smaller bound "
-            "would give fresher data at little cost in speed.",
+            "Lag is at its bound all the time: the sampler is always as far ahead as it may be."
+            # One less than 1 is synchronous training, which is another matter.
+            + (" A smaller bound gives fresher data; sweep it to see what it costs in speed." if bound > 1 else ""),
             "staleness",
-            ("rollout.max_staleness",),
+            ("rollout.max_staleness",) if bound > 1 else (),
         )
 
 

@@ -110,8 +110,8 @@ def collect_metrics(folder: Path, notes: list[Note], limit: int = 1000) -> Metri
         notes.append(
             Note(
                 "error",
-                f"metrics.jsonl: the step does not increase on {len(back):,} lines (the first is step {back[0]:g}); "
-                "sums over steps count such steps twice",
+                f"metrics.jsonl: the step does not increase on {len(back):,} line{'s' * (len(back) > 1)} "
+                f"(the first is step {back[0]:g}); sums over steps count such steps twice",
             )
         )
     if metrics.restarts:

@@ -50,7 +50,6 @@ def run_data(folder: Path) -> dict[str, Any]:
     return {
         "kind": "run",
         "name": folder.resolve().name,
-        "folder": str(folder),
         "built": built_now(),
         "status": _status(overview),
         "seconds": seconds,

@@ -45,7 +45,6 @@ def sweep_data(folder: Path) -> dict[str, Any]:
     return {
         "kind": "sweep",
         "name": folder.resolve().name,
-        "folder": str(folder),
         "built": built_now(),
         "command": clean(next((text(job.overview.status.get("command")) for job in jobs), "")),
         "result": f"evaluation {name}" if name is not None else "training reward at the end (no evaluation recorded)",

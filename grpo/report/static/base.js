@@ -7,7 +7,8 @@ const SVG = "http://www.w3.org/2000/svg";
 function el(spec, props, ...children) {
   const [tag, ...classes] = spec.split(".");
   const node = ["svg", "g", "path", "rect", "line", "circle", "text", "title", "polyline"].includes(tag)
-    ? document.createElementNS(SVG, tag) : document.createElement(tag);
+    ? document.createElementNS(SVG, tag)
+    : document.createElement(tag);
   if (classes.length) node.setAttribute("class", classes.join(" "));
   for (const [key, value] of Object.entries(props || {})) {
     if (value === null || value === undefined) continue;
@@ -35,12 +36,17 @@ function fmt(x, digits = 3) {
   if (!known(x)) return "–";
   if (x === 0) return "0";
   const size = Math.abs(x);
-  if (size >= 1e7 || size < 1e-4) return x.toExponential(Math.max(0, digits - 1)).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size >= 1e7 || size < 1e-4)
+    return x
+      .toExponential(Math.max(0, digits - 1))
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   if (size >= 1000) return Math.round(x).toLocaleString("en-US");
   return String(Number(x.toPrecision(digits)));
 }
 const count = (x) => (known(x) ? Math.round(x).toLocaleString("en-US") : "–");
 const percent = (x, digits = 0) => (known(x) ? `${(100 * x).toFixed(digits)} %` : "–");
+const share = (x) => (known(x) ? `${fmt(100 * x)} %` : "–"); // as many digits as it takes, for axes and small shares
 const fixed = (x, digits = 3) => (known(x) ? x.toFixed(digits) : "–");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
@@ -63,20 +69,29 @@ function swatch(c, ...text) {
 // "rollout.max_staleness" -> "max_staleness" where no other knob ends so.
 function shortNames(knobs) {
   const ends = knobs.map((knob) => knob.split(".").pop());
-  return Object.fromEntries(knobs.map((knob, i) => [knob, ends.filter((end) => end === ends[i]).length > 1 ? knob : ends[i]]));
+  return Object.fromEntries(
+    knobs.map((knob, i) => [knob, ends.filter((end) => end === ends[i]).length > 1 ? knob : ends[i]]),
+  );
 }
 
 // A row of buttons of which one is pressed; calls back with the chosen value.
 function segments(label, options, chosen, onchange) {
   const box = el("span.segments", { role: "group", "aria-label": label });
   for (const [value, text] of options) {
-    box.append(el("button", {
-      type: "button", "aria-pressed": value === chosen,
-      onclick: (event) => {
-        for (const button of box.children) button.setAttribute("aria-pressed", button === event.currentTarget);
-        onchange(value);
-      },
-    }, text));
+    box.append(
+      el(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": value === chosen,
+          onclick: (event) => {
+            for (const button of box.children) button.setAttribute("aria-pressed", button === event.currentTarget);
+            onchange(value);
+          },
+        },
+        text,
+      ),
+    );
   }
   return box;
 }
@@ -85,10 +100,12 @@ function segments(label, options, chosen, onchange) {
 const scroller = (label, node) => el("div.scroll", { tabindex: 0, role: "region", "aria-label": label }, node);
 
 // ---- text of completions ----
-const SPECIAL = /<\|[^|<>\n]{1,60}\|>|<\/?(?:s|think|answer|tool_call|tool_response|pad|eos|bos|unk|mask)>|\[\/?(?:INST|SYS|TOOL_CALLS)\]/;
+const SPECIAL =
+  /<\|[^|<>\n]{1,60}\|>|<\/?(?:s|think|answer|tool_call|tool_response|pad|eos|bos|unk|mask)>|\[\/?(?:INST|SYS|TOOL_CALLS)\]/;
 // Written as signs, so that nothing on the page moves, hides or reorders: controls, invisible and direction marks,
 // private use, lone surrogates.
-const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ue000-\uf8ff\ufeff\ufff9-\ufffd]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/;
+const CONTROL =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ue000-\uf8ff\ufeff\ufff9-\ufffd]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/;
 const PIECES = new RegExp(`(${SPECIAL.source})|(${CONTROL.source})|(\\n)|(\\t)`, "g");
 
 function controlName(char) {
@@ -101,7 +118,11 @@ function controlName(char) {
 function visible(text, needle = "", signs = true) {
   if (Array.isArray(text)) {
     const [head, cut, tail] = text;
-    return [...visible(head, needle, signs), el("span.cut", {}, `… ${count(cut)} characters left out …`), ...visible(tail, needle, signs)];
+    return [
+      ...visible(head, needle, signs),
+      el("span.cut", {}, `… ${count(cut)} characters left out …`),
+      ...visible(tail, needle, signs),
+    ];
   }
   const nodes = [];
   let at = 0;

@@ -2,17 +2,26 @@
 "use strict";
 
 function rolloutsExplorer(groups) {
-  const rows = groups.flatMap((group) => group.rows.map((row) => ({ ...row, group: group.group, prompt: group.prompt, siblings: group.rows })));
+  const rows = groups.flatMap((group) =>
+    group.rows.map((row) => ({ ...row, group: group.group, prompt: group.prompt, siblings: group.rows })),
+  );
   for (const row of rows) row.haystack = `${plain(row.prompt)}\n${plain(row.completion)}`.toLowerCase();
   // The notable ones first: best, worst, longest, strange, then the rest in the order of training.
-  const rank = (row) => (row.why ? Math.min(...row.why.map((why) => ["best", "worst", "longest"].indexOf(why) >>> 0)) : Infinity);
-  const notableFirst = rows.map((row, i) => [rank(row), i, row]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map((triple) => triple[2]);
+  const rank = (row) =>
+    row.why ? Math.min(...row.why.map((why) => ["best", "worst", "longest"].indexOf(why) >>> 0)) : Infinity;
+  const notableFirst = rows
+    .map((row, i) => [rank(row), i, row])
+    .sort((a, b) => a[0] - b[0] || a[1] - b[1])
+    .map((triple) => triple[2]);
 
   const state = { text: "", outcome: "", finish: "", why: "", step0: null, step1: null, reward0: null, reward1: null };
   const counter = el("span.muted", { role: "status" });
   const view = el("div.groupview", {});
   const list = table({
-    label: "Rollouts", rows: notableFirst, page: 15, onpick: (row) => showGroup(row),
+    label: "Rollouts",
+    rows: notableFirst,
+    page: 15,
+    onpick: (row) => showGroup(row),
     columns: [
       { name: "step", num: true, value: (row) => row.step },
       { name: "group", num: true, value: (row) => row.group, cell: (row) => `${row.group}.${row.index ?? "–"}` },
@@ -22,7 +31,17 @@ function rolloutsExplorer(groups) {
       { name: "tokens", num: true, value: (row) => row.tokens },
       { name: "end", value: (row) => row.finish },
       { name: "outcome", value: (row) => row.outcome },
-      { name: "completion", cell: (row) => el("span.excerpt.mono", {}, row.why && el("span.flag.warn", {}, row.why.join(", ")), row.why && " ", excerpt(row)) },
+      {
+        name: "completion",
+        cell: (row) =>
+          el(
+            "span.excerpt.mono",
+            {},
+            row.why && el("span.flag.warn", {}, row.why.join(", ")),
+            row.why && " ",
+            excerpt(row),
+          ),
+      },
     ],
   });
 
@@ -34,72 +53,213 @@ function rolloutsExplorer(groups) {
     return visible((from ? "…" : "") + text.slice(from, from + 160).replaceAll("\n", " "), state.text);
   }
 
-  const within = (x, low, high) => (low === null || (known(x) && x >= low)) && (high === null || (known(x) && x <= high));
+  const within = (x, low, high) =>
+    (low === null || (known(x) && x >= low)) && (high === null || (known(x) && x <= high));
   function filter() {
-    const found = notableFirst.filter((row) =>
-      (!state.text || row.haystack.includes(state.text)) && (!state.outcome || row.outcome === state.outcome) &&
-      (!state.finish || row.finish === state.finish) && (!state.why || row.why?.some((why) => why.startsWith(state.why))) &&
-      within(row.step, state.step0, state.step1) && within(row.reward, state.reward0, state.reward1));
+    const found = notableFirst.filter(
+      (row) =>
+        (!state.text || row.haystack.includes(state.text)) &&
+        (!state.outcome || row.outcome === state.outcome) &&
+        (!state.finish || row.finish === state.finish) &&
+        (!state.why || row.why?.some((why) => why.startsWith(state.why))) &&
+        within(row.step, state.step0, state.step1) &&
+        within(row.reward, state.reward0, state.reward1),
+    );
     counter.textContent = `${count(found.length)} of ${count(rows.length)} shown here`;
     list.show(found);
   }
 
   const options = (key) => [...new Set(rows.map((row) => row[key]))].filter(Boolean).sort();
-  const choose = (name, key, values) => el("label", {}, name, el("select", { id: `filter-${key}`, onchange: (event) => { state[key] = event.target.value; filter(); } },
-    el("option", { value: "" }, "any"), values.map((value) => el("option", { value }, value))));
-  const bound = (name, key) => el("input", { type: "number", step: "any", id: `filter-${key}`, "aria-label": name, placeholder: name.split(" ").pop(), oninput: (event) => {
-    state[key] = event.target.value === "" ? null : Number(event.target.value);
-    filter();
-  } });
-  const bounds = (name) => el("div.bounds", {}, el("span", {}, name), el("div", {}, bound(`${name} from`, `${name}0`), bound(`${name} to`, `${name}1`)));
-  const controls = el("div.controls", {},
-    el("label", {}, "search prompts and completions", el("input", { type: "search", id: "search", oninput: (event) => { state.text = event.target.value.toLowerCase(); filter(); } })),
-    choose("show", "why", ["best", "worst", "longest", "strange"]), choose("outcome", "outcome", options("outcome")), choose("end", "finish", options("finish")),
-    bounds("step"), bounds("reward"), counter);
+  const choose = (name, key, values) =>
+    el(
+      "label",
+      {},
+      name,
+      el(
+        "select",
+        {
+          id: `filter-${key}`,
+          onchange: (event) => {
+            state[key] = event.target.value;
+            filter();
+          },
+        },
+        el("option", { value: "" }, "any"),
+        values.map((value) => el("option", { value }, value)),
+      ),
+    );
+  const bound = (name, key) =>
+    el("input", {
+      type: "number",
+      step: "any",
+      id: `filter-${key}`,
+      "aria-label": name,
+      placeholder: name.split(" ").pop(),
+      oninput: (event) => {
+        state[key] = event.target.value === "" ? null : Number(event.target.value);
+        filter();
+      },
+    });
+  const bounds = (name) =>
+    el(
+      "div.bounds",
+      {},
+      el("span", {}, name),
+      el("div", {}, bound(`${name} from`, `${name}0`), bound(`${name} to`, `${name}1`)),
+    );
+  const controls = el(
+    "div.controls",
+    {},
+    el(
+      "label",
+      {},
+      "search prompts and completions",
+      el("input", {
+        type: "search",
+        id: "search",
+        oninput: (event) => {
+          state.text = event.target.value.toLowerCase();
+          filter();
+        },
+      }),
+    ),
+    choose("show", "why", ["best", "worst", "longest", "strange"]),
+    choose("outcome", "outcome", options("outcome")),
+    choose("end", "finish", options("finish")),
+    bounds("step"),
+    bounds("reward"),
+    counter,
+  );
 
   const inOrder = groups.map((group) => group.rows);
   let coloured = true;
   function showGroup(picked, moved = false, atStart = false) {
     const first = picked.siblings;
     const at = inOrder.indexOf(first);
-    const go = (to) => { const row = rows.find((candidate) => candidate.siblings === inOrder[to]); if (row) showGroup(row, true); };
+    const go = (to) => {
+      const row = rows.find((candidate) => candidate.siblings === inOrder[to]);
+      if (row) showGroup(row, true);
+    };
     const hasTokens = first.some((row) => row.token_texts);
     const rewards = first.map((row) => row.reward).filter(known);
     const mean = rewards.reduce((sum, x) => sum + x, 0) / rewards.length;
-    view.replaceChildren(el("div.card", { tabindex: -1, "aria-label": `Group ${picked.group}` },
-      el("div.controls", {}, el("h3", {}, `Group ${picked.group}, step ${picked.step ?? "–"}`),
-        el("span.muted", {}, `${plural(first.length, "completion")}${rewards.length ? `, mean reward ${fmt(mean)}` : ""}`),
-        el("button", { type: "button", disabled: at <= 0 ? "" : null, onclick: () => go(at - 1) }, "← group before"),
-        el("button", { type: "button", disabled: at >= inOrder.length - 1 ? "" : null, onclick: () => go(at + 1) }, "group after →"),
-        hasTokens && segments("Colour tokens", [[true, "log-ratio"], [false, "plain"]], coloured, (value) => { coloured = value; showGroup(picked, true); })),
-      hasTokens && coloured && el("p.note", {}, swatch("var(--c0)", "trainer gives the token more probability than the sampler did"), " ", swatch("var(--c1)", "less"), " full colour from a log-ratio of 1"),
-      el("p.note", {}, "prompt"), el("pre.sample.mono", { tabindex: 0 }, visible(picked.prompt, state.text)),
-      el("div.siblings", {}, first.map((row) => sibling(row, row.index === picked.index)))));
+    view.replaceChildren(
+      el(
+        "div.card",
+        { tabindex: -1, "aria-label": `Group ${picked.group}` },
+        el(
+          "div.controls",
+          {},
+          el("h3", {}, `Group ${picked.group}, step ${picked.step ?? "–"}`),
+          el(
+            "span.muted",
+            {},
+            `${plural(first.length, "completion")}${rewards.length ? `, mean reward ${fmt(mean)}` : ""}`,
+          ),
+          el("button", { type: "button", disabled: at <= 0 ? "" : null, onclick: () => go(at - 1) }, "← group before"),
+          el(
+            "button",
+            { type: "button", disabled: at >= inOrder.length - 1 ? "" : null, onclick: () => go(at + 1) },
+            "group after →",
+          ),
+          hasTokens &&
+            segments(
+              "Colour tokens",
+              [
+                [true, "log-ratio"],
+                [false, "plain"],
+              ],
+              coloured,
+              (value) => {
+                coloured = value;
+                showGroup(picked, true);
+              },
+            ),
+        ),
+        hasTokens &&
+          coloured &&
+          el(
+            "p.note",
+            {},
+            swatch("var(--c0)", "trainer gives the token more probability than the sampler did"),
+            " ",
+            swatch("var(--c1)", "less"),
+            " full colour from a log-ratio of 1",
+          ),
+        el("p.note", {}, "prompt"),
+        el("pre.sample.mono", { tabindex: 0 }, visible(picked.prompt, state.text)),
+        el(
+          "div.siblings",
+          {},
+          first.map((row) => sibling(row, row.index === picked.index)),
+        ),
+      ),
+    );
     if (atStart) return;
     view.firstChild.focus({ preventScroll: true });
     if (!moved || view.getBoundingClientRect().top > innerHeight) view.scrollIntoView({ block: "nearest" });
   }
 
   function sibling(row, isPicked) {
-    const versions = row.versions[0] === row.versions[1] ? `version ${row.versions[0]}` : `versions ${row.versions[0]} to ${row.versions[1]}`;
-    return el(isPicked ? "div.sibling.picked" : "div.sibling", {},
-      el("div.facts", {}, el("span", {}, `#${row.index ?? "–"}`), el("span", {}, "reward ", el("b", {}, fmt(row.reward))),
-        el("span", {}, "advantage ", el(row.advantage > 0 ? "b.flag.good" : row.advantage < 0 ? "b.flag.bad" : "b", {}, fmt(row.advantage))),
-        el("span", {}, `lag ${row.lag ?? "–"}`), el("span", {}, versions), el("span", {}, plural(row.tokens ?? 0, "token")),
-        el("span", {}, row.finish), row.outcome !== "trained" && el("span.flag.warn", {}, row.outcome || "unknown outcome"),
-        row.rewards && el("span", {}, Object.entries(row.rewards).map(([name, value]) => `${name} ${fmt(value)}`).join(", ")),
-        row.why && el("span.flag.warn", {}, row.why.join(", "))),
-      el("pre.sample.mono", { tabindex: 0 }, row.token_texts && coloured ? tokens(row) : row.completion === "" ? el("span.muted", {}, "(empty)") : visible(row.completion, state.text)));
+    const versions =
+      row.versions[0] === row.versions[1]
+        ? `version ${row.versions[0]}`
+        : `versions ${row.versions[0]} to ${row.versions[1]}`;
+    return el(
+      isPicked ? "div.sibling.picked" : "div.sibling",
+      {},
+      el(
+        "div.facts",
+        {},
+        el("span", {}, `#${row.index ?? "–"}`),
+        el("span", {}, "reward ", el("b", {}, fmt(row.reward))),
+        el(
+          "span",
+          {},
+          "advantage ",
+          el(row.advantage > 0 ? "b.flag.good" : row.advantage < 0 ? "b.flag.bad" : "b", {}, fmt(row.advantage)),
+        ),
+        el("span", {}, `lag ${row.lag ?? "–"}`),
+        el("span", {}, versions),
+        el("span", {}, plural(row.tokens ?? 0, "token")),
+        el("span", {}, row.finish),
+        row.outcome !== "trained" && el("span.flag.warn", {}, row.outcome || "unknown outcome"),
+        row.rewards &&
+          el(
+            "span",
+            {},
+            Object.entries(row.rewards)
+              .map(([name, value]) => `${name} ${fmt(value)}`)
+              .join(", "),
+          ),
+        row.why && el("span.flag.warn", {}, row.why.join(", ")),
+      ),
+      el(
+        "pre.sample.mono",
+        { tabindex: 0 },
+        row.token_texts && coloured
+          ? tokens(row)
+          : row.completion === ""
+            ? el("span.muted", {}, "(empty)")
+            : visible(row.completion, state.text),
+      ),
+    );
   }
 
   function tokens(row) {
     const nodes = row.token_texts.map((text, i) => {
       const ratio = row.log_ratios[i];
-      const node = el("span.token", { c: ratio > 0 ? "var(--c0)" : "var(--c1)", title: `log-ratio ${fmt(ratio)}` }, visible(text));
+      const node = el(
+        "span.token",
+        { c: ratio > 0 ? "var(--c0)" : "var(--c1)", title: `log-ratio ${fmt(ratio)}` },
+        visible(text),
+      );
       node.style.setProperty("--share", `${Math.round(Math.min(1, Math.abs(ratio || 0)) * 60)}%`);
       return node;
     });
-    return row.all_tokens > nodes.length ? [...nodes, el("span.cut", {}, `… ${count(row.all_tokens - nodes.length)} tokens left out`)] : nodes;
+    return row.all_tokens > nodes.length
+      ? [...nodes, el("span.cut", {}, `… ${count(row.all_tokens - nodes.length)} tokens left out`)]
+      : nodes;
   }
 
   filter();
