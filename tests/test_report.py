@@ -200,6 +200,16 @@ def test_extremes_are_in_and_named(tmp_path: Path) -> None:
     assert why["strange \u202e\x00 one"] == ["strange: 2 control or invisible characters"]
 
 
+def test_groups_of_one_number_and_step_stay_apart(tmp_path: Path) -> None:
+    rows = [{"step": 1, "group": 1, "index": 0, "prompt": p, "completion": p * 2, "reward": 1.0} for p in "abbb"]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = page_data(build_run(tmp_path))["groups"]
+    assert [(group["prompt"], [row["completion"] for row in group["rows"]]) for group in groups] == [
+        ("a", ["aa"]),
+        ("b", ["bb", "bb", "bb"]),
+    ]
+
+
 def test_strangeness_tells_loops_and_unscored_from_prose() -> None:
     assert strangeness({"completion": "First add the digits, then take the last one. " * 3, "reward": 1.0}) == (0.0, "")
     assert strangeness({"completion": "na " * 300, "reward": 0.0})[1].startswith("repeats itself")

@@ -66,15 +66,18 @@ def collect_rollouts(folder: Path, notes: list[Note], budget: int) -> Sample:
     order = itertools.count()
     for rows in _groups(read_lines(folder / "rollouts.jsonl", notes)):
         _count(rows, counts, seen_trained)
+        compact: list[Row] | None = None  # one object a group, wherever it is kept
         for kind, value, row, why in _candidates(rows):
             heap = extremes[kind]
             score = (value, rng.random())  # ties are broken at random, or all would come from the first steps
             if len(heap) < EXTREMES or score > heap[0][0]:
                 push = heapq.heappush if len(heap) < EXTREMES else heapq.heappushpop
-                push(heap, (score, -next(order), _compact(rows), (rows.index(row), why)))
+                compact = compact or _compact(rows)
+                place = next(i for i, other in enumerate(rows) if other is row)
+                push(heap, (score, -next(order), compact, (place, why)))
         slot = len(reservoir) if len(reservoir) < RESERVOIR_GROUPS else rng.randrange(counts.groups)
         if slot < RESERVOIR_GROUPS:
-            reservoir[slot : slot + 1] = [_compact(rows)]
+            reservoir[slot : slot + 1] = [compact or _compact(rows)]
     if counts.trained_twice:
         notes.append(Note("error", f"rollouts.jsonl: {counts.trained_twice:,} completions are trained a second time"))
     rng.shuffle(reservoir)
@@ -193,22 +196,21 @@ def _tokens(row: Row) -> Row:
 
 def _fit(extremes: dict[str, Any], reservoir: list[list[Row]], counts: Counts, budget: int) -> Sample:
     """Extremes first, then random groups until the budget is spent; in the order of training."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[int, list[Row]] = {}
     notable = [
         (rows, index, why) for heap in extremes.values() for _, _, rows, (index, why) in sorted(heap, reverse=True)
     ]
     for rows, index, why in [*notable, *((rows, None, None) for rows in reservoir)]:
-        key = (rows[0]["step"], rows[0]["group"], rows[0]["index"])
-        if key not in groups:
+        if id(rows) not in groups:
             size = sum(len(to_json(row)) for row in rows) - (len(rows) - 1) * len(to_json(rows[0]["prompt"]))
             if size > budget:
                 if index is None:
                     break
                 continue
             budget -= size
-            groups[key] = rows
+            groups[id(rows)] = rows
         if index is not None:
-            row = groups[key][index]
+            row = rows[index]
             row["why"] = [*row.get("why", []), why]
     ordered = sorted(groups.values(), key=lambda rows: (rows[0]["step"] or 0, str(rows[0]["group"]).zfill(20)))
     return Sample(counts, [_pack(rows) for rows in ordered], sum(len(rows) for rows in ordered))
