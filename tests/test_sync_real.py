@@ -29,6 +29,8 @@ from grpo.sync.disk import DiskSync
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TIMEOUT = 60.0
+CONTEXT = 1024
+LONG = 800  # tokens of a request that lives through syncs
 PROMPTS = [[12, 7, 30, 22, 9], [3, 3, 41], [50, 8, 8, 19, 33, 2, 27]]
 
 
@@ -102,7 +104,7 @@ class Rig:
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied")
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied", max_length=CONTEXT)
     scratch = tmp_path_factory.mktemp("scratch")
     server = launch(folder, scratch)
     try:
@@ -120,7 +122,7 @@ def launch(folder: Path, scratch: Path) -> VLLMServer:
         model=str(folder),
         dtype="float32",
         device="cpu",
-        max_model_len=512,
+        max_model_len=CONTEXT,
         backend="disk",
         host="127.0.0.1",
         port=port,
@@ -163,7 +165,7 @@ def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_vers
         open_requests: list[tuple[list[int], Future[dict[str, Any]]]] = []
         for i in range(24):
             prompt = PROMPTS[i % 3]
-            open_requests.append((prompt, pool.submit(rig.generate, prompt, max_tokens=400, seed=100 + i)))
+            open_requests.append((prompt, pool.submit(rig.generate, prompt, max_tokens=LONG, seed=100 + i)))
         for version in (21, 22, 23):
             wait_for_tokens(rig, 24 * 95)  # more than vLLM computes at once (2048), when all are computed again
             rig.trained.draw(seeds[version])
@@ -183,8 +185,9 @@ def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_vers
 
 def wait_for_tokens(rig: Rig, tokens: int) -> None:
     """Until the server has generated so many more tokens."""
-    start = generated(rig)
+    start, deadline = generated(rig), time.monotonic() + TIMEOUT
     while generated(rig) < start + tokens:
+        assert time.monotonic() < deadline, "the requests ended before the syncs"
         time.sleep(0.01)
 
 
