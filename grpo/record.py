@@ -107,6 +107,7 @@ class Recorder:
         self.times: dict[str, float] = {}  # seconds by part of the run, for the summary
         self._mirror_failed = False
         self._seconds_before = 0.0  # of the runs that this one resumes
+        self.first_evals: dict[str, dict[str, Any]] = {}  # by name; of a resumed run, where it began
         if resumed_at is not None:
             self._cut_back(resumed_at)
         self.started = time.monotonic()
@@ -220,6 +221,8 @@ class Recorder:
                     line = json.loads(raw)
                     if line["step"] <= step:
                         kept.append(raw)
+                        if name == "evals.jsonl":
+                            self.first_evals.setdefault(line["name"], line)
                         if name == "metrics.jsonl":
                             self._seconds_before = float(line.get("time/elapsed_s") or 0.0)
             write_atomic(path, "".join(line + "\n" for line in kept))

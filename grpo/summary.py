@@ -38,8 +38,8 @@ def summarize(
         waited = trainer.totals.get("time/wait_rollouts_s", 0.0)
         summary["idle"] = {"trainer": waited / training, "sampler": trainer.sampler_idle_s / wall}
         summary["throughput"] = {
-            "generated_tokens_per_s": totals["generated"] / training,
-            "trained_tokens_per_s": totals["trained"] / training,
+            f"{kind}_tokens_per_s": (totals[kind] - trainer.tokens_at_start[kind]) / training
+            for kind in ("generated", "trained")
         }
     summary["trained_fraction"] = totals["trained"] / totals["generated"] if totals["generated"] else None
     return summary

@@ -67,6 +67,7 @@ class Trainer:
     places: int = 0
     generated_before: int = 0
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tokens_at_start: dict[str, int] = field(default_factory=dict)  # of the runs that this one resumes
     totals: dict[str, float] = field(default_factory=dict)
     sampler_idle_s: float = 0.0
     recorded_at: float = 0.0
@@ -80,7 +81,9 @@ class Trainer:
         self._sync(first=True)
         if self.step == 0:
             self._evaluate()
-        self.generated_before = self.ledger.totals()["generated"]
+        totals = self.ledger.totals()
+        self.generated_before = totals["generated"]
+        self.tokens_at_start = {name: totals[name] for name in ("generated", "trained")}
         self.loader.take_activity()
         self.recorded_at = self.training_since = time.monotonic()
         self.loader.publish(self.version)
@@ -175,7 +178,7 @@ class Trainer:
             return
         started = time.monotonic()
         for name, line in self.evaluator(self.step, self.version).items():
-            self.evals.setdefault(name, {"before": line})["after"] = line
+            self.evals.setdefault(name, {"before": self.recorder.first_evals.get(name, line)})["after"] = line
             self.display.evaluation(name, line)
         self._spent("evaluation", started)
 

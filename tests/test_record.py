@@ -83,7 +83,10 @@ def test_a_resumed_run_cuts_what_the_killed_one_wrote_after_its_checkpoint(
         first.metrics({"step": step, "time/elapsed_s": 10.0 * step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed while writing
+    first.evaluation({"step": 0, "name": "held_out", "reward": 0.3}, [])
+    first.evaluation({"step": 2, "name": "held_out", "reward": 0.5}, [])
     second = recorders(tmp_path, steps=9, resumed_at=2)
+    assert second.first_evals["held_out"]["reward"] == 0.3
     second.metrics({"step": 3})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert second.elapsed_s >= 20.0
