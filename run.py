@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, preflight, sweep
+from grpo.claim import claim, discard, task_overrides
 
 if TYPE_CHECKING:
     from grpo.record import Recorder
@@ -30,26 +31,30 @@ log = logging.getLogger("run")
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
     """One run. Returns the last evaluation's mean reward, for sweepers that optimise."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    overrides = list(HydraConfig.get().overrides.task)
-    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if in_sweep and not cfg.dry_run and (done := sweep.finished(folder, overrides)) is not None:
-        print(f"job {HydraConfig.get().job.num}: finished before, skipped")
-        return done.get("objective")
-    try:
-        resume = cli.resume_path(cfg.resume)
-        plan = preflight.check(cfg, ROOT)
-        if cfg.dry_run:
-            print("\n".join(plan.lines()))
-            return None
-        preflight.claim(folder, resuming=resume is not None or in_sweep)
-    except ValueError as error:
-        if in_sweep:  # the sweep goes on with its other jobs
-            sweep.refuse(folder, overrides, error)
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    return run(plan, cfg, folder, overrides, resume)
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir)
+    in_sweep = hydra_cfg.mode == RunMode.MULTIRUN
+    with contextlib.ExitStack() as stack:
+        try:
+            before = sweep.before(folder, cfg) if in_sweep and not cfg.dry_run else sweep.Before()
+            if before.summary is not None:
+                print(f"job {hydra_cfg.job.num}: finished before, skipped")
+                return before.summary.get("objective")
+            plan = preflight.check(cfg, ROOT)
+            if cfg.dry_run:
+                print("\n".join(plan.lines()))
+                discard(folder)
+                return None
+            resume = before.checkpoint or cli.checkpoint_of(cfg.resume, plan.train.steps)
+            preflight.check_reachable(plan.rollout.urls)
+            stack.enter_context(claim(folder, cfg, hydra_cfg, resume, again=in_sweep))
+        except ValueError as error:
+            if in_sweep:  # the sweep goes on with its other jobs
+                raise sweep.refuse(folder, cfg, hydra_cfg, error) from error
+            discard(folder)
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        return run(plan, cfg, folder, task_overrides(hydra_cfg), resume)
 
 
 def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str], resume: Path | None) -> float | None:
@@ -61,11 +66,11 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
 
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     facts = {**environment(ROOT), "name": cfg.name, "overrides": overrides, "folder": str(folder)}
-    position = cli.position(resume)
+    position = cli.position(resume) if resume else None
     recorder = Recorder(
         folder,
         steps=plan.train.steps,
-        mirror=preflight.build(cfg.track, "track"),
+        mirror=plan.mirror,
         facts=facts,
         resumed_at=position["step"] if position else None,
         config=config,
@@ -98,7 +103,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
         sys.exit(128 + failure.signum)
     if failure is not None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise failure
+            raise sweep.failed(folder, reason) from failure
         print(f"error: {reason.splitlines()[0]}\n(the traceback is in {folder}/run.log)", file=sys.stderr)
         sys.exit(1)
     objective = summary.get("objective")
@@ -300,10 +305,9 @@ def make(
         step=position.get("step", 0),
         groups=position.get("groups", 0),
         places=position.get("places", 0),
+        evals=cli.evaluations(folder) if resume else {},
     )
 
 
 if __name__ == "__main__":
-    with sweep.summary():
-        cli.prepare(sys.argv, ROOT)
-        main()
+    cli.start(main, sys.argv)

@@ -1,60 +1,195 @@
-"""What must happen to the command line before Hydra reads it: a resumed run gets the configuration that it had.
+"""The command line around Hydra: a resumed run gets the configuration that it had, and a mistake one line.
 
-    python run.py resume=outputs/<run> [key=value ...]
+    python run.py resume=outputs/<run or checkpoint> [key=value ...]
 
-runs in that run's folder with that run's overrides; what is given besides wins. Left out: resuming a whole sweep
-(ask again for the same sweep folder: `hydra.sweep.dir=<sweep>`, what is finished is skipped).
+runs in that run's folder, with that run's configuration file and overrides; what is given besides wins. Left out:
+resuming a whole sweep (ask again for the same sweep folder: `hydra.sweep.dir=<sweep>`; what is finished is skipped).
+
+Exit status: 0 done, 1 a run failed, 2 a mistake in the command or the configuration, 128 + n ended by signal n.
 """
 
+import difflib
+import json
+import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml  # type: ignore[import-untyped]
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo import sweep
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+# What Hydra raises over a command, a configuration or a folder that cannot be made. Failures of a run do not get here.
+MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
+QUOTES = """'key="a value"'"""
 
 
-def prepare(argv: list[str], root: Path) -> None:
-    """Edit `argv` in place: paths relative to the caller become absolute, resume brings the saved overrides."""
-    given = [a for a in argv[1:] if a.startswith("resume=") and a not in ("resume=null", "resume=")]
-    if not given:
+def start(main: Callable[[], Any], argv: list[str]) -> None:
+    """Run Hydra's `main` on `argv`. A mistake is one line on stderr and exit status 2."""
+    traceback = os.environ.get(FULL_ERROR) == "1"
+    os.environ[FULL_ERROR] = "1"  # Hydra then hands over its errors, which it would print over many lines
+    ending: BaseException | None = None
+    try:
+        prepare(argv)
+        main()
+    except BaseException as error:
+        ending = error
+    status = sweep.finish(ending)
+    if ending is None or isinstance(ending, sweep.JobFailed):
+        sys.exit(status or 0)
+    if isinstance(ending, KeyboardInterrupt):  # before or after training, which has its own handlers
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    if isinstance(ending, MISTAKES) and not traceback:
+        print(f"error: {explain(ending)}", file=sys.stderr)
+        sys.exit(2)
+    raise ending
+
+
+def explain(error: Exception) -> str:
+    """One line that names what the user wrote and what would be right."""
+    lines: list[str] = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        options = ", ".join(o for o in error.options or () if not o.startswith("_"))
+        if group:
+            return (
+                f"{group}={choice}: there is no such choice; {f'choose one of {options}' if options else 'none at all'}"
+            )
+        return f"--config-name {choice}: there is no such file; for those of sweeps/ add --config-dir sweeps"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read ({lines[0]}); write key=value, special characters in quotes: {QUOTES}"
+    if isinstance(cause, OmegaConfBaseException) and lines[0].startswith("Could not override"):
+        return f"{cause.full_key}: no such key{_similar(cause)}; --help shows all keys"
+    if lines[0].startswith("Ambiguous value"):
+        override = re.search(r"'(.*)'", lines[0])
+        key, _, values = (override[1] if override else "").partition("=")
+        return f"{key}={values}: several values; add -m for a sweep over them, or write a list: '{key}=[{values}]'"
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {lines[0]}" if error.full_key else lines[0]
+    return " ".join(lines)
+
+
+def _similar(error: OmegaConfBaseException) -> str:
+    """`; did you mean ...`: keys beside the missing one, or that name anywhere else."""
+    node = error.parent_node
+    if not isinstance(node, DictConfig) or not isinstance(error.key, str):
+        return ""
+    prefix = error.full_key[: -len(error.key)] if error.full_key else ""
+    near = [prefix + str(k) for k in difflib.get_close_matches(error.key, [str(k) for k in node], n=2)]
+    root = node._get_root()
+    if isinstance(root, DictConfig):
+        groups = [str(g) for g in root if g != "hydra" and isinstance(root[g], DictConfig)]
+        near += [f"{group}.{error.key}" for group in groups if error.key in root[group]]
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+
+
+def prepare(argv: list[str]) -> None:
+    """Edit `argv` in place: `resume` brings the saved configuration. Raises ValueError."""
+    for argument in argv[1:]:
+        found = re.match(r"--([\w.]+)=", argument)  # Hydra's own flags have a dash in their names, but for three
+        if found and found[1] not in ("cfg", "package", "info"):
+            raise ValueError(f"{argument}: keys are written without dashes: {argument[2:]}")
+    given = [a for a in argv[1:] if _key(a) == "resume"]
+    if not given or given[-1] in ("resume=null", "resume="):
         return
+    if {"-m", "--multirun"} & set(argv):
+        raise ValueError(f"{given[-1]}: goes on with one run, -m starts several")
     path = Path(given[-1].partition("=")[2].strip("'\"")).expanduser().resolve()
     run = run_folder(path)
-    if run is None:
-        print(f"error: resume={path}: no run folder with checkpoints, and no checkpoint of one", file=sys.stderr)
-        sys.exit(2)
-    saved = [str(o) for o in OmegaConf.load(run / ".hydra" / "overrides.yaml")]
+    saved = [str(o) for o in _yaml(run / ".hydra" / "overrides.yaml")]
     named = {_key(a) for a in argv[1:]}
     kept = [o for o in saved if _key(o) not in named and _key(o) not in ("resume", "dry_run")]
     rest = [a for a in argv[1:] if a not in given]
-    argv[1:] = [*rest, *kept, f"resume='{path}'", f"hydra.run.dir='{run}'"]
+    argv[1:] = [*_config_flags(run, rest), *rest, *kept, f"resume={_quoted(path)}", f"hydra.run.dir={_quoted(run)}"]
+    argv.append("hydra.mode=RUN")  # a job of a sweep goes on alone
 
 
-def run_folder(path: Path) -> Path | None:
-    """The run folder that a path to resume from belongs to."""
+def run_folder(path: Path) -> Path:
+    """The run folder that a path to resume from belongs to. Raises ValueError."""
+    if not path.exists():
+        raise ValueError(f"resume={path}: there is no such folder")
     for folder in (path, path.parent.parent):
         if (folder / ".hydra" / "overrides.yaml").is_file():
             return folder
-    return None
+    if (path / "multirun.yaml").is_file():
+        raise ValueError(
+            f"resume={path}: this is a sweep; ask for it again with hydra.sweep.dir={path}, or resume one of its jobs"
+        )
+    raise ValueError(f"resume={path}: neither a run folder (no .hydra/overrides.yaml) nor a checkpoint in one")
 
 
-def resume_path(value: str | None) -> Path | None:
-    """The checkpoint to go on from. Raises ValueError when there is none."""
+def checkpoint_of(value: str | None, steps: int) -> Path | None:
+    """The checkpoint that `resume` means. Raises ValueError when there is none, or none of `steps` is left to make."""
     if value is None:
         return None
     from grpo.checkpoint import find
 
-    return find(Path(value))
+    checkpoint = find(Path(value))
+    made = position(checkpoint)["step"]
+    state = OmegaConf.create(_yaml(checkpoint.parent.parent / "status.json") or {}).get("state")
+    if made > steps or (made == steps and state == "finished"):
+        raise ValueError(
+            f"resume={value}: has made {made} of train.steps={steps}; to go on, give more: train.steps=<n>"
+        )
+    return checkpoint
 
 
-def position(checkpoint: Path | None) -> dict[str, Any] | None:
-    if checkpoint is None:
-        return None
-    from grpo.checkpoint import load
+def position(checkpoint: Path) -> dict[str, Any]:
+    """Where the run stood: `grpo.checkpoint.Position` as a dict. Raises ValueError for a damaged checkpoint."""
+    import torch
 
-    progress: dict[str, Any] = load(checkpoint)["progress"]
+    try:
+        # mmap: the optimizer's tensors, gigabytes of them, are not read here
+        state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+        progress: dict[str, Any] = dict(state["progress"])
+    except Exception as error:  # zip's, pickle's, torch's and the file system's
+        raise ValueError(
+            f"resume={checkpoint}: trainer.pt cannot be read ({type(error).__name__}); resume from another checkpoint"
+        ) from error
     return progress
+
+
+def evaluations(folder: Path) -> dict[str, dict[str, Any]]:
+    """The first and the last evaluation of each set that the resumed run has made: name -> "before", "after"."""
+    found: dict[str, dict[str, Any]] = {}
+    for raw in (folder / "evals.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(raw)
+        found.setdefault(line["name"], {"before": line})["after"] = line
+    return found
+
+
+def _config_flags(run: Path, argv: list[str]) -> list[str]:
+    """The primary configuration of a run, where it is not the usual one: a sweep's file, or the user's own."""
+    saved = OmegaConf.create(_yaml(run / ".hydra" / "hydra.yaml"))
+    flags = []
+    name = OmegaConf.select(saved, "hydra.job.config_name")
+    if name and not any(a.startswith(("-cn", "--config-name")) for a in argv):
+        flags += ["--config-name", name]
+    sources = OmegaConf.select(saved, "hydra.runtime.config_sources") or []
+    folders = [source.path for source in sources if source.provider == "command-line"]
+    if folders and not any(a.startswith(("-cd", "--config-dir")) for a in argv):
+        flags += ["--config-dir", folders[0]]
+    return flags
+
+
+def _yaml(file: Path) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{file}: cannot be read ({type(error).__name__})") from error
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "\\'") + "'"

@@ -4,26 +4,46 @@
 It touches no model: of a hub model it reads config.json.
 """
 
+import copy
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo.rollout.server import check_port
 from grpo.settings import Model, Rollout, Sync, Train
 
 HUB_TIMEOUT = 3  # seconds for a hub to answer
+CONNECT_TIMEOUT = 2  # seconds for a server's port
+ROOT_KEYS = {
+    "seed": (int, "a whole number from 0 to 4294967295"),
+    "name": (str, "a name"),
+    "dry_run": (bool, "true or false"),
+}
+GROUPS = ("train", "model", "data", "rollout", "loss", "sync", "track")
+
+# What a model directory holds, each in one of these forms.
+MODEL_FILES = {
+    "config.json": ("config.json",),
+    "weights (*.safetensors)": ("*.safetensors", "*.bin"),
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"),
+}
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Plan:
-    """What will be run. `data` and `loss` are the built objects, `sync_backend` what `auto` has become."""
+    """What will be run. `data`, `loss` and `mirror` are the built objects, `sync_backend` what `auto` has become."""
 
     train: Train
     model: Model
@@ -31,6 +51,7 @@ class Plan:
     sync: Sync
     data: Any
     loss: Any
+    mirror: Any
     model_path: str
     model_config: dict[str, Any]
     device: str
@@ -59,35 +80,19 @@ class Plan:
 
 def check(cfg: DictConfig, root: Path) -> Plan:
     """Raises ValueError with one line that names key, value and what would be right."""
-    try:
-        OmegaConf.resolve(cfg)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"the configuration does not resolve: {str(error).splitlines()[0]}") from error
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ValueError(f"{missing[0]}: no value; give {missing[0]}=<value>")
-    for key in ("seed",):
-        if not isinstance(cfg[key], int):
-            raise ValueError(f"{key}={cfg[key]!r}: expected a whole number")
-    train: Train = build(cfg.train, "train")
-    model: Model = build(cfg.model, "model")
-    rollout: Rollout = build(cfg.rollout, "rollout")
-    sync: Sync = build(cfg.sync, "sync")
-    if train.batch_size % rollout.group_size:
-        raise ValueError(
-            f"train.batch_size={train.batch_size} is not a multiple of rollout.group_size={rollout.group_size}: "
-            f"try {max(1, round(train.batch_size / rollout.group_size)) * rollout.group_size}"
-        )
-    if train.minibatches > train.batch_size:
-        raise ValueError(f"train.minibatches={train.minibatches}: more than train.batch_size={train.batch_size}")
-    data = build(cfg.data, "data")
+    cfg = copy.deepcopy(cfg)  # what is saved keeps its interpolations
+    check_root(cfg, root)
+    train = build(cfg.train, "train", Train)
+    model = build(cfg.model, "model", Model)
+    rollout = build(cfg.rollout, "rollout", Rollout)
+    sync = build(cfg.sync, "sync", Sync)
+    check_batch(train, model, rollout)
+    data: Any = build(cfg.data, "data", object)
+    if not hasattr(data, "load"):
+        raise ValueError(f"data._target_={cfg.data._target_}: makes a {type(data).__name__}, which is no data set")
+    mirror = build(cfg.track, "track", object)
+    check_track(cfg.track)
     data.check()
-    loss = build(cfg.loss, "loss")
-    if rollout.group_size < 2:
-        raise ValueError(
-            f"rollout.group_size={rollout.group_size}: loss.advantage={loss.advantage} compares the completions of a "
-            "group; use 2 or more"
-        )
     path = resolve_model(model.path, root)
     config = read_config(path)
     context = int(config.get("max_position_embeddings") or 0)
@@ -97,10 +102,17 @@ def check(cfg: DictConfig, root: Path) -> Plan:
             f"data.max_prompt_tokens={data.max_prompt_tokens} + data.max_tokens={data.max_tokens} = {needed} is longer "
             f"than the model's context of {context} (max_position_embeddings of {path})"
         )
+    check_server(rollout)
+    check_folder(sync.dir)
+    # From here on torch is imported, which takes longer than all of the above.
+    loss = build_loss(cfg.loss)
+    if rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size={rollout.group_size}: loss.advantage={loss.advantage} compares the completions of a "
+            "group; use 2 or more"
+        )
     device = resolve_device(model.device)
     backend, reason = resolve_sync(sync, rollout, device)
-    check_server(rollout)
-    check_track(cfg.track)
     return Plan(
         train=train,
         model=model,
@@ -108,6 +120,7 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         sync=sync,
         data=data,
         loss=loss,
+        mirror=mirror,
         model_path=path,
         model_config=config,
         device=device,
@@ -118,27 +131,92 @@ def check(cfg: DictConfig, root: Path) -> Plan:
     )
 
 
-def build(node: Any, name: str) -> Any:
+def check_root(cfg: DictConfig, root: Path) -> None:
+    """What concerns no group alone: every value is there and resolves (in place), no key that nobody reads."""
+    try:
+        for group in GROUPS:
+            if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
+                raise ValueError(f"{group}: does not say what to build{_choices(root, group)}")
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            raise ValueError(f"{missing[0]}: no value; give {missing[0]}=<value>")
+        text = OmegaConf.to_yaml(cfg)
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    for key in map(str, cfg):
+        if key not in (*ROOT_KEYS, *GROUPS, "resume") and f"${{{key}" not in text:
+            raise ValueError(f"{key}={cfg[key]}: no such key, and no other value refers to it")
+    for key, (kind, expected) in ROOT_KEYS.items():
+        if not isinstance(cfg[key], kind) or (kind is int and isinstance(cfg[key], bool)):
+            raise ValueError(f"{key}={cfg[key]!r}: expected {expected}")
+    if not 0 <= cfg.seed < 2**32:
+        raise ValueError(f"seed={cfg.seed}: expected {ROOT_KEYS['seed'][1]}")
+    if not re.fullmatch(r"[\w.+=,-]+", cfg.name) or cfg.name.startswith("."):
+        raise ValueError(f"name={cfg.name!r}: it becomes part of a folder's name; letters, digits and . _ - + = , only")
+
+
+def _choices(root: Path, group: str) -> str:
+    names = sorted(p.stem for p in (root / "conf" / group).glob("[!_]*.yaml"))
+    return f"; choose {group}=<one of {', '.join(names)}>" if names else ""
+
+
+def check_batch(train: Train, model: Model, rollout: Rollout) -> None:
+    """How the sizes fit together."""
+    if train.batch_size % rollout.group_size:
+        raise ValueError(
+            f"train.batch_size={train.batch_size} is not a multiple of rollout.group_size={rollout.group_size}: "
+            f"try {max(1, round(train.batch_size / rollout.group_size)) * rollout.group_size}"
+        )
+    if train.minibatches > train.batch_size:
+        raise ValueError(f"train.minibatches={train.minibatches}: more than train.batch_size={train.batch_size}")
+    if model.schedule == "cosine" and model.warmup_steps >= train.steps * train.minibatches:
+        raise ValueError(
+            f"model.warmup_steps={model.warmup_steps}: the run has {train.steps * train.minibatches} optimizer steps "
+            "(train.steps * train.minibatches), which leaves none for model.schedule=cosine"
+        )
+
+
+def build(node: Any, name: str, kind: type[T]) -> T:
     """Instantiate one group; plain lists and dicts reach it. A ValueError keeps its one line."""
     from hydra.errors import InstantiationException
 
     try:
-        return instantiate(node, _convert_="all")
+        built = instantiate(node, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, ValueError):
             raise ValueError(str(cause)) from error
         if isinstance(cause, TypeError):
-            raise ValueError(f"{name}: {cause}") from error
-        raise ValueError(f"{name}: {str(error).splitlines()[0]} ({cause})") from error
+            raise ValueError(_wrong_keys(name, str(cause))) from error
+        raise ValueError(f"{name}: {' '.join(str(cause).split())}") from error
+    if not isinstance(built, kind):
+        raise ValueError(f"{name}._target_={node['_target_']}: makes a {type(built).__name__}, not a {kind.__name__}")
+    return built
+
+
+def build_loss(node: Any) -> Any:
+    from grpo.losses.base import Loss
+
+    return build(node, "loss", Loss)  # type: ignore[type-abstract]
+
+
+def _wrong_keys(name: str, message: str) -> str:
+    """Python's words for a wrong argument, in the user's."""
+    if found := re.search(r"unexpected keyword argument '(\w+)'", message):
+        return f"{name}.{found[1]}: no such key"
+    if found := re.search(r"missing \d+ required keyword-only arguments?: '(\w+)'", message):
+        return f"{name}.{found[1]}: no value; give {name}.{found[1]}=<value>, or choose another {name}"
+    return f"{name}: {message}"
 
 
 def resolve_model(path: str, root: Path) -> str:
     """A local directory (given from where the user stands, or from the repository), else a hub id."""
     for candidate in (Path(path).expanduser(), root / path):
         if candidate.is_dir():
-            if not (candidate / "config.json").is_file():
-                raise ValueError(f"model.path={path}: no config.json in {candidate}; it is no model directory")
+            for what, patterns in MODEL_FILES.items():
+                if not any(found for pattern in patterns for found in candidate.glob(pattern)):
+                    raise ValueError(f"model.path={path}: no {what} in {candidate}; it is no model directory")
             return str(candidate.resolve())
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         raise ValueError(f"model.path={path}: no such directory, and no hub id (owner/name) either")
@@ -149,17 +227,21 @@ def read_config(path: str) -> dict[str, Any]:
     """The model's config.json; of a hub model from the cache or the hub, never its weights."""
     file = Path(path) / "config.json"
     if not file.is_file():
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-        os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(HUB_TIMEOUT))
+        cached = try_to_load_from_cache(path, "config.json")
         try:
-            file = Path(hf_hub_download(path, "config.json", etag_timeout=HUB_TIMEOUT))
+            if not isinstance(cached, str):
+                # The download tries again for half a minute, or for six where nothing answers; this asks once.
+                HfApi().model_info(path, timeout=HUB_TIMEOUT)
+                cached = hf_hub_download(path, "config.json")
         except Exception as error:  # a dozen kinds: no network, no such model, gated, offline
             why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
             raise ValueError(
                 f"model.path={path}: neither in the cache nor to be had from the hub ({type(error).__name__}: {why}); "
                 "give a local directory: model.path=/path/to/model"
             ) from error
+        file = Path(cached)
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -174,6 +256,10 @@ def resolve_device(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device={device}: this machine has no CUDA device; use model.device=cpu")
+    if int(device.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
+        raise ValueError(
+            f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA device(s), from 0 on"
+        )
     return device
 
 
@@ -202,28 +288,32 @@ def check_server(rollout: Rollout) -> None:
         )
     if rollout.port is not None:
         for port in range(rollout.port, rollout.port + rollout.servers):
-            with socket.socket() as probe:
-                try:
-                    probe.bind((rollout.host, port))
-                except OSError as error:
-                    raise ValueError(
-                        f"rollout.port={port}: cannot be used on {rollout.host} ({error.strerror})"
-                    ) from error
+            check_port(rollout.host, port)
+
+
+def check_reachable(urls: list[str]) -> None:
+    """Raises ValueError when nothing listens at one of `rollout.urls`. Not part of `check`: a plan needs no server."""
+    for url in urls:
+        parts = urlsplit(url)
+        assert parts.hostname is not None, "rollout.urls are checked by the settings"
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname, port), timeout=CONNECT_TIMEOUT).close()
+        except OSError as error:
+            raise ValueError(
+                f"rollout.urls: nothing answers at {url} ({error.strerror or error}); start the server first"
+            ) from error
+
+
+def check_folder(folder: str | None) -> None:
+    if folder is None:
+        return
+    path = Path(folder)
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"sync.dir={folder}: {existing} is no folder that can be written to")
 
 
 def check_track(node: Any) -> None:
     if "wandb" in str(node.get("_target_", "")).lower() and find_spec("wandb") is None:
         raise ValueError("track=wandb: wandb is not installed: pip install 'grpo[wandb]'")
-
-
-def claim(folder: Path, *, resuming: bool) -> None:
-    """Make the run folder ours. Refuses a folder that holds a run, except to resume that run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if resuming:
-        return
-    try:
-        (folder / "status.json").open("x").close()
-    except FileExistsError:
-        raise ValueError(
-            f"{folder}: holds a run already; go on with it (resume={folder}), or choose another hydra.run.dir"
-        ) from None

@@ -5,11 +5,14 @@ Each class is one config group (and `Train` the root's `train`); the comments ab
 error names the key and the value as the user wrote them, and what would be right.
 """
 
+import math
+import re
 import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 
 class Checked:
@@ -83,7 +86,7 @@ class Model(Checked):
         self.one_of("schedule", ("constant", "cosine"))
         self.one_of("checkpointing", ("none", "selective", "full"))
         self.at_least(0, "lr", "weight_decay", "warmup_steps")
-        if self.device != "auto" and self.device.partition(":")[0] not in ("cpu", "cuda"):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"model.device={self.device!r}: auto, cpu, cuda or cuda:<index>")
         if self.compile not in ("auto", True, False):
             raise ValueError(f"model.compile={self.compile!r}: auto, true or false")
@@ -145,6 +148,8 @@ class Rollout(Checked):
             raise ValueError(
                 f"rollout.temperature={self.temperature}: above 0 (a greedy sampler gives a group equal completions)"
             )
+        if not self.cpu_kv_gb > 0:
+            raise ValueError(f"rollout.cpu_kv_gb={self.cpu_kv_gb}: must be above 0")
         for key, neutral in NEUTRAL.items():
             value = getattr(self, key)
             if value != neutral and not (key == "top_k" and value == -1):
@@ -155,10 +160,17 @@ class Rollout(Checked):
         if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
             raise ValueError(f"rollout.gpu_memory={self.gpu_memory}: a share of the GPU's memory, above 0, at most 1")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"rollout.urls={self.urls}: {url!r} is no http://host:port")
-        if self.port is not None and not 0 < self.port < 65536:
-            raise ValueError(f"rollout.port={self.port}: 1 to 65535, or null for a free one")
+            if not _is_server(url):
+                raise ValueError(f"rollout.urls: {url!r} is no http://host:port")
+            if url.rstrip("/").endswith("/v1"):
+                raise ValueError(f"rollout.urls: {url!r}: give the server's root, without /v1")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"rollout.urls={self.urls}: the same server twice")
+        if self.port is not None and not 0 < self.port <= 65536 - self.servers:
+            raise ValueError(
+                f"rollout.port={self.port}: 1 to 65535 (and the ports after it, for {self.servers} servers), or null "
+                "for a free one"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,6 +189,14 @@ class Sync(Checked):
         self.at_least(1, "timeout")
 
 
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
+
+
 def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -184,7 +204,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is list:
         return isinstance(value, list | tuple) and all(_fits(v, arguments[0]) for v in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is type(None):
@@ -193,10 +213,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", type(None): "null"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_name(a) for a in arguments)
     if origin is list:
-        return f"a list, each {_name(arguments[0])}"
+        return f"a list [...], each {_name(arguments[0])}"
     return names.get(hint, str(hint))

@@ -1,22 +1,33 @@
 """What a multirun needs around its jobs: skip what is finished, each failure in its own folder, a table at the end.
 
 Hydra runs the jobs in one process and raises the first failure after the last job; `on_multirun_end` is not called
-then. So the sweep's folder is noted at its start, and `summary()` reads the job folders when everything is over.
+then. So the sweep's folder is noted at its start, and `finish()` reads the job folders when everything is over.
+
+Asked for again with the same folder, a job is what its folder holds: finished with these settings, it is skipped;
+begun with these settings, it goes on from its last checkpoint, or begins anew without one; of other settings, it is
+refused and nothing in the folder changes (unless that job never made a step: then a mistake in it was mended).
 """
 
-import contextlib
 import json
+import logging
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from grpo.claim import differences, discard, save_config, task_overrides
+
+log = logging.getLogger(__name__)
 
 _folder: list[Path] = []
+_failures: dict[str, str] = {}  # job -> why
 
 
 class NoteFolder(Callback):
@@ -26,76 +37,125 @@ class NoteFolder(Callback):
         _folder.append(Path(config.hydra.sweep.dir).resolve())
 
 
-def finished(folder: Path, overrides: list[str]) -> dict[str, Any] | None:
-    """The summary of a job that has finished before in this folder, with these overrides; None if it is to be run.
+class JobFailed(Exception):  # noqa: N818
+    """A job of a sweep failed; its folder has the reason. The sweep goes on with the others."""
 
-    Raises ValueError when the folder holds a job with other overrides: its numbers would be taken for this one's.
-    """
+
+class OtherJob(ValueError):  # noqa: N818
+    """The folder holds another job."""
+
+
+@dataclass(slots=True)
+class Before:
+    """What an earlier start of this job has left: its summary if it has finished, its last checkpoint if it has one."""
+
+    summary: dict[str, Any] | None = None
+    checkpoint: Path | None = None
+
+
+def before(folder: Path, cfg: DictConfig) -> Before:
+    """Raises OtherJob when the folder's numbers would be taken for this job's."""
+    if not any((folder / name).exists() for name in ("status.json", "metrics.jsonl", ".hydra")):
+        return Before()
     status = _read(folder / "status.json")
-    if not status or status.get("state") == "running":
+    checkpoints = sorted((folder / "checkpoints").glob("step_*"))
+    changed = differences(folder, cfg)
+    if changed:
+        if not _progress(folder):
+            return Before()
+        key, (old, new) = next(iter(changed.items()))
+        raise OtherJob(f"{folder}: holds a job with {key}={old}, not {new}; choose another hydra.sweep.dir")
+    if status.get("state") == "finished":
+        return Before(summary=_read(folder / "summary.json"))
+    return Before(checkpoint=checkpoints[-1] if checkpoints else None)
+
+
+def refuse(folder: Path, cfg: DictConfig, hydra: HydraConf, error: ValueError) -> JobFailed:
+    """Leave a job's mistake in its own folder: run.log, status.json. Returns what is to be raised."""
+    log.error("refused: %s", error)
+    if cfg.dry_run is not True and not _progress(folder):  # what an earlier start has recorded stays as it is
+        from grpo.record import Recorder
+
+        save_config(folder, cfg, hydra)
+        recorder = Recorder(folder, steps=0, facts={"overrides": task_overrides(hydra)})
+        recorder.finish("failed", {"state": "failed", "reason": str(error), "eval": {}}, error)
+    return failed(folder, str(error))
+
+
+def failed(folder: Path, why: str) -> JobFailed:
+    """Note a failure for the end. Returns what is to be raised: an Exception, so that the sweep goes on."""
+    job = _name(folder)
+    _failures[job] = why
+    return JobFailed(f"job {job}: {why}")
+
+
+def finish(error: BaseException | None) -> int | None:
+    """After the jobs: a table of all of them and the sweep's report. Returns the exit status; None: it was no sweep.
+
+    error: what ended Hydra's main, if anything did.
+    """
+    if not _folder:
         return None
-    if status.get("overrides") != overrides:
-        raise ValueError(
-            f"{folder}: holds a job with other overrides ({status.get('overrides')}); choose another hydra.sweep.dir"
-        )
-    return _read(folder / "summary.json") if status["state"] == "finished" else None
+    folder = _folder[-1]
+    from grpo.report.jobs import find_jobs
+
+    jobs = find_jobs(folder)
+    if not jobs:  # dry runs, or a mistake before the first job
+        if [p.name for p in folder.glob("*")] == ["multirun.yaml"]:
+            (folder / "multirun.yaml").unlink()
+            discard(folder)
+        return 1 if _failures else None
+    bad = print_table(folder, jobs)
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        print(f"not all jobs were started; the others run with the same command and hydra.sweep.dir={folder}")
+    return 1 if bad or _failures else 0
 
 
-def refuse(folder: Path, overrides: list[str], error: Exception) -> None:
-    """Leave a job's mistake in its own folder."""
-    from grpo.record import Recorder
-
-    folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(folder, steps=0, facts={"overrides": overrides})
-    recorder.finish("failed", {"state": "failed", "reason": str(error), "eval": {}}, error)
-
-
-@contextlib.contextmanager
-def summary() -> Iterator[None]:
-    """After the jobs: a table of all of them and the sweep's report; exit status 1 if one has failed."""
-    try:
-        yield
-    except Exception as error:
-        if not _folder:
-            raise
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-    if _folder:
-        failed = print_table(_folder[-1])
-        if failed:
-            sys.exit(1)
-
-
-def print_table(folder: Path) -> int:
+def print_table(folder: Path, jobs: list[Path]) -> int:
     """One line a job; returns how many did not finish."""
     table = Table(box=None, pad_edge=False)
     for column in ("job", "state", "before", "after", "seconds", "overrides"):
         table.add_column(column)
+    reasons = dict(_failures)
+    statuses = {job: _read(job / "status.json") for job in jobs}
+    shared = set.intersection(*(set(status.get("overrides", [])) for status in statuses.values()))
     bad = 0
-    jobs = sorted((p for p in folder.iterdir() if p.is_dir() and (p / "status.json").exists()), key=_number)
     for job in jobs:
-        status, result = _read(job / "status.json"), _read(job / "summary.json")
+        status, result = statuses[job], _read(job / "summary.json")
         state = status.get("state", "unknown")
-        bad += state != "finished"
+        if state != "finished":
+            bad += 1
+            reasons.setdefault(_name(job), result.get("reason") or state)
         first: dict[str, Any] = next(iter(result.get("eval", {}).values()), {})
-        table.add_row(
-            job.name,
+        cells = [
+            _name(job),
             state,
-            *(f"{first[when]['reward']:.3f}" if when in first else "-" for when in ("before", "after")),
+            *(_rate(first.get(when, {}).get("reward")) for when in ("before", "after")),
             f"{result['seconds']:.0f}" if "seconds" in result else "-",
-            " ".join(status.get("overrides", [])),
-        )
-    if not jobs:
-        return 0
+            " ".join(o for o in status.get("overrides", []) if len(jobs) == 1 or o not in shared),
+        ]
+        table.add_row(*map(Text, cells))  # Text: an override may look like rich's markup
     console = Console()
     console.print(table, highlight=False, soft_wrap=True)
+    for name, why in reasons.items():
+        print(f"job {name}: {why.splitlines()[0]}", file=sys.stderr)
     from grpo import report
 
     console.print(f"report  {report.build_sweep(folder)}", highlight=False, soft_wrap=True)
     return bad
 
 
-def _number(path: Path) -> tuple[int, str]:
-    return (int(path.name) if path.name.isdigit() else 1 << 30, path.name)
+def _progress(folder: Path) -> bool:
+    """Whether a job in this folder has anything to lose."""
+    return bool(_read(folder / "status.json").get("step")) or any((folder / "checkpoints").glob("step_*"))
+
+
+def _name(job: Path) -> str:
+    return job.relative_to(_folder[-1]).as_posix() if _folder and _folder[-1] in job.parents else job.name
+
+
+def _rate(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:.3f}"
 
 
 def _read(path: Path) -> dict[str, Any]:

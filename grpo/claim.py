@@ -1,0 +1,154 @@
+"""Whose a run folder is. Taken when every check has passed, held until the run ends, so that:
+
+- a refused command leaves nothing behind, and nothing of an older run is touched before it is sure that it may be;
+- a folder holds one run. It is continued only on request (resume, or the same job of a sweep), only with the settings
+  that its data depends on, and never by two processes at once;
+- what is continued has one timeline: what came after the checkpoint is gone.
+
+So `.hydra/` is written here, in place of by Hydra, which would write it before anything is checked (conf/config.yaml
+turns that off).
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, OmegaConf
+
+log = logging.getLogger(__name__)
+
+# Where and how a run is asked for, not what it computes: may differ between the parts of one run.
+ELSEWHERE = ("dry_run", "resume", "rollout.urls", "rollout.host", "rollout.port", "rollout.api_key")
+# What a checkpoint holds or counts in, so that another value would not be in force, or not mean what it says: the
+# cursor counts groups of this size, in this order (law 2); weights and optimizer state are restored as they were.
+FIXED = (
+    "seed",
+    "train.batch_size",
+    "rollout.group_size",
+    "model.path",
+    "model.dtype",
+    "model.optimizer",
+    "model.betas",
+    "model.weight_decay",
+)
+LINES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl", "eval_rollouts.jsonl")
+
+
+@contextlib.contextmanager
+def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | None, *, again: bool) -> Iterator[None]:
+    """The folder is ours inside the `with` block. Raises ValueError when it cannot be.
+
+    checkpoint: one of this folder, to go on from. again: without a checkpoint, begin the folder's job anew (sweeps).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if checkpoint is not None:
+            for line in _changes(folder, cfg):
+                log.warning("resumed with another setting: %s", line)
+            _forget_after(checkpoint)
+        elif again:
+            for name in (*LINES, "summary.json"):
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        else:
+            _begin(folder)
+        save_config(folder, cfg, hydra)
+        yield
+
+
+def save_config(folder: Path, cfg: DictConfig, hydra: HydraConf) -> None:
+    """`.hydra/` as Hydra writes it, without what belongs to one command (resume, dry_run) in the overrides."""
+    aside = folder / ".hydra"
+    aside.mkdir(exist_ok=True)
+    OmegaConf.save(cfg, aside / "config.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": hydra}), aside / "hydra.yaml")
+    OmegaConf.save(OmegaConf.create(task_overrides(hydra)), aside / "overrides.yaml")
+
+
+def task_overrides(hydra: HydraConf) -> list[str]:
+    """What the user has changed, as written."""
+    overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("resume", "dry_run")]
+
+
+def differences(folder: Path, cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys with (the value of the run in this folder, the value in `cfg`), where they differ. Raises ValueError."""
+    file = folder / ".hydra" / "config.yaml"
+    try:
+        before = _flat(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+    except Exception as error:  # YAML's and OmegaConf's kinds; a folder without the file
+        raise ValueError(
+            f"{file}: cannot be read ({type(error).__name__}), so what was run there is unknown"
+        ) from error
+    now = _flat(OmegaConf.to_container(cfg, resolve=False))
+    keys = [key for key in {**before, **now} if key not in ELSEWHERE]
+    return {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+
+
+def discard(folder: Path) -> None:
+    """Take back the folder that Hydra has made: it, and the folders above it, where there is nothing in them."""
+    here = Path.cwd()
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == ["run.log"]:
+            (folder / "run.log").unlink()
+        while here in folder.parents:
+            folder.rmdir()
+            folder = folder.parent
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    # The kernel drops the lock with the process, however it ends; a pid in a file would outlive it.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder}: a run is going on there; end it first, or choose another folder") from None
+        except OSError:  # a file system without locks
+            log.warning("%s: cannot be locked; see to it that only one run writes there", folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _begin(folder: Path) -> None:
+    try:
+        (folder / "status.json").open("x").close()
+    except FileExistsError:
+        raise ValueError(
+            f"hydra.run.dir={folder}: holds a run already; go on with it (resume={folder}), or choose another folder"
+        ) from None
+
+
+def _changes(folder: Path, cfg: DictConfig) -> list[str]:
+    changed = differences(folder, cfg)
+    for key in FIXED:
+        if key in changed:
+            before, now = changed[key]
+            raise ValueError(
+                f"{key}={now}: the run in {folder} has {key}={before}, and cannot go on with another; "
+                "start a new run (model.path=<checkpoint> begins with its weights)"
+            )
+    return [f"{key}: {before} before, {now} now" for key, (before, now) in changed.items()]
+
+
+def _forget_after(checkpoint: Path) -> None:
+    """Remove the checkpoints after the one that is gone on from: their steps will be made again."""
+    for later in checkpoint.parent.glob("step_*"):
+        if later.name > checkpoint.name:
+            log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, later.name)
+            shutil.rmtree(later)
+            (checkpoint.parent / "latest").write_text(checkpoint.name + "\n", encoding="utf-8")
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
