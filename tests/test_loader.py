@@ -270,7 +270,7 @@ def test_an_exception_anywhere_in_the_loop_reaches_the_trainer(server: FakeServe
         raise RuntimeError(f"{where} broke")
 
     options: dict[str, Any] = {} if where in ("source", "decode") else {where: broken}
-    with pytest.raises(RuntimeError, match=f"{where} broke"), running(server, **options) as loader:
+    with pytest.raises(RuntimeError, match=f"{where} broke"), running(server, **options) as loader:  # noqa: PT012
         if where == "source":
             loader.source = type("Broken", (), {"prompt": broken})()
         if where == "decode":
