@@ -106,26 +106,14 @@ class Trainer:
             self._check_lag(groups)
             metrics = self.step_fn(groups, self.version)
             trained = time.monotonic()
-            trained_version = self.version
-            self.version += 1
-            sync = self._sync()
-            synced = time.monotonic()
-            self.loader.publish(self.version)
-            self.step += 1
-            self.optimizer_steps = self.step_fn.optimizer.steps
-            self.groups += len(groups)
-            self.places += sum(group.discarded is None for group in groups)
-            self._record(
-                groups,
-                trained_version,
-                metrics | sync,
-                {
-                    "time/wait_rollouts_s": waited - started,
-                    "time/train_s": trained - waited,
-                    "time/sync_s": synced - trained,
-                },
-                started,
-            )
+            self._advance(groups)
+            times = {"time/wait_rollouts_s": waited - started, "time/train_s": trained - waited}
+            try:
+                metrics |= self._sync()
+                self.loader.publish(self.version)
+            finally:  # a step whose sync fails is made all the same: its line is due, and a checkpoint may follow
+                times["time/sync_s"] = time.monotonic() - trained
+                self._record(groups, self.version - 1, metrics, times, started)
             if self.eval_every and self.step % self.eval_every == 0 and self.step < self.steps:
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0 and self.step < self.steps:
@@ -134,6 +122,14 @@ class Trainer:
         if self.checkpoint_every:
             self.save()
         return reason
+
+    def _advance(self, groups: list[Group]) -> None:
+        """A step is made: these groups are consumed, and the weights are the next version's."""
+        self.step += 1
+        self.version += 1
+        self.optimizer_steps = self.step_fn.optimizer.steps
+        self.groups += len(groups)
+        self.places += sum(group.discarded is None for group in groups)
 
     def save(self) -> None:
         """A checkpoint of the last finished step."""
