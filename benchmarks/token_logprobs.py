@@ -43,7 +43,8 @@ class Problem:
 
 def one_pass(p: Problem, rows: int | None = None) -> Result:
     """`head_backward`: three products."""
-    blocks = logprobs.even_blocks(len(p.targets_N), rows or logprobs.block_rows(p.weight_VD))
+    N, rows = len(p.targets_N), rows or logprobs.block_rows(p.weight_VD)
+    blocks = [slice(start, min(start + rows, N)) for start in range(0, N, rows)]
 
     def loss(logprobs_C: Tensor, _: Tensor, where: slice) -> Tensor:
         return (p.upstream_N[where] * logprobs_C).sum()
@@ -52,16 +53,6 @@ def one_pass(p: Problem, rows: int | None = None) -> Result:
         p.hidden_ND, p.weight_VD, p.targets_N, 1.0, loss, blocks, p.weight_grad_VD
     )
     return values_N, hidden_grad_ND, p.weight_grad_VD
-
-
-def one_pass_bfloat16(p: Problem, rows: int | None = None) -> Result:
-    """The same with logits rounded to bfloat16, as `transformers` computes them: half the bytes, and less exact."""
-    exact = logprobs._logits
-    logprobs._logits = lambda h, w, _: torch.mm(h, w.t())
-    try:
-        return one_pass(p, rows)
-    finally:
-        logprobs._logits = exact
 
 
 def two_passes(p: Problem) -> Result:
@@ -118,22 +109,25 @@ def products(N: int, V: int, D: int, device: str) -> dict[str, float]:
 
 def parts(p: Problem, rows: int, device: str) -> list[dict[str, Any]]:
     """Each operation of one block of `one_pass`, times the number of blocks: where the time goes."""
-    count = len(p.targets_N) / rows
-    h, y, g = p.hidden_ND[:rows], p.targets_N[:rows], p.upstream_N[:rows]
-    logits = logprobs._logits(h, p.weight_VD, None)
-    _, entropy, lse = logprobs._statistics(logits, y, 1.0)
-    grad: Callable[[], Tensor] = lambda: logprobs._logits_grad_(logits, y, lse, g, entropy, None, 1.0, h.dtype)  # noqa: E731
-    d = logprobs._logits_grad_(logits.clone(), y, lse, g, entropy, None, 1.0, h.dtype)
-    steps: dict[str, Callable[[], object]] = {
-        "logits": lambda: logprobs._logits(h, p.weight_VD, None),
-        "statistics": lambda: logprobs._statistics(logits, y, 1.0),
-        "gradient in place": grad,
-        "dH": lambda: torch.mm(d, p.weight_VD),
-        "dW += ": lambda: logprobs._add_head_grad(p.weight_grad_VD, None, d, h),
+    h, y, w = p.hidden_ND[:rows], p.targets_N[:rows], p.weight_VD
+    few = min(rows, logprobs._logit_rows(w))  # rows whose logits exist at a time
+    logits = logprobs._logits(h[:few], w, None)
+    d = torch.empty(rows, len(w), dtype=w.dtype, device=device)
+    logprobs._forward(h, w, None, y, 1.0, d)
+    dh, g = torch.empty_like(h), p.upstream_N[:rows]
+    steps: dict[str, tuple[int, Callable[[], object]]] = {
+        "logits": (few, lambda: logprobs._logits(h[:few], w, None)),
+        "softmax and residuals": (few, lambda: logprobs._softmax(logits, y[:few], 1.0, d[:few])),
+        "dH": (rows, lambda: logprobs._head_products(d, g, h, w, dh, None, None)),
+        "dW += ": (rows, lambda: logprobs._head_products(d, g, h, w, None, p.weight_grad_VD, None)),
     }
     return [
-        {"part": name, "rows": rows, "ms in total": 1e3 * count * measure.seconds(run, device, repeats=10, warmup=2)}
-        for name, run in steps.items()
+        {
+            "part": name,
+            "rows": n,
+            "ms in total": 1e3 * len(p.targets_N) / n * measure.seconds(run, device, repeats=10, warmup=2),
+        }
+        for name, (n, run) in steps.items()
     ]
 
 
@@ -162,10 +156,8 @@ def main() -> None:
     p = Problem(N, V, D, device)
     auto = logprobs.block_rows(p.weight_VD)
     variants: dict[str, Callable[[Problem], Result]] = {f"one pass ({auto} rows)": one_pass}
-    for rows in (512, 1024, 2048) if not options.tiny else (100,):
+    for rows in (512, 1024, 1536) if not options.tiny else (100,):
         variants[f"one pass ({rows} rows)"] = lambda q, rows=rows: one_pass(q, rows)
-    for rows in (1536, 3072) if not options.tiny else (100,):
-        variants[f"one pass, bf16 logits ({rows} rows)"] = lambda q, rows=rows: one_pass_bfloat16(q, rows)
     variants |= {"two passes": two_passes, "liger fused cross-entropy": liger, "full logits": full_logits}
     small = p.first(min(N, 512))
     rows_out = []

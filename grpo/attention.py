@@ -21,8 +21,8 @@ from transformers import AttentionInterface
 
 NAME = "grpo_packed"
 
-# torch 2.11 and 2.13 differ in what the kernel's wrapper takes.
-_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+# Key heads that serve several query heads are the kernel's own doing; since torch 2.12 its wrapper wants to be asked.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packing(cu_seqlens: Tensor, max_seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -90,25 +90,9 @@ def _varlen(
     # A window of W counts the token itself; the kernel counts what lies to its left.
     left = -1 if window is None or window >= longest else window - 1
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    arguments: dict[str, Any] = {}
-    if "window_size" in _VARLEN_PARAMETERS:
-        arguments["window_size"] = (left, 0)
-    elif left == -1:
-        arguments["is_causal"] = True
-    else:
-        raise ValueError(
-            f"this torch ({torch.__version__}) has no sliding window in varlen_attn, the model one of {window}"
-        )
-    if "scale" in _VARLEN_PARAMETERS:
-        arguments["scale"] = scale
-    else:
-        query = query * (scale * query.shape[-1] ** 0.5)
-    if "enable_gqa" in _VARLEN_PARAMETERS:
-        arguments["enable_gqa"] = True
-    elif key.shape[1] != query.shape[1]:
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+    out = varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0), **_GROUPED
+    )
     assert isinstance(out, Tensor)
     return out
 

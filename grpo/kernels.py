@@ -1,7 +1,13 @@
-"""Two Triton kernels for rows of logits on CUDA: softmax statistics, and the gradient in the logits, written in place.
+"""Two Triton kernels for rows of logits on CUDA: softmax statistics with residuals, and the gradient in the logits.
 
-They do what `grpo.logprobs` does with torch operations elsewhere (same formulas, float32 arithmetic), but each reads
-the logits once, and nothing of their size is allocated. A row is as long as the vocabulary: one program takes one row.
+They do what `grpo.logprobs` does with torch operations elsewhere (same formulas, float32 arithmetic), but nothing of
+the logits' size is allocated, and each logit is read once.
+
+`_softmax` needs the whole row before it can write anything, and a row of a 152k vocabulary is longer than a
+multiprocessor's memory. So a team of programs shares a row: each holds its span of columns in registers, publishes the
+sums over it, waits until the whole team has, and goes on from the registers. Waiting is safe because programs take
+their place by a ticket, in the order in which they really start: the members of the oldest unfinished row are all
+running or next to run, whatever order the hardware prefers.
 
 Left out: any fusion with the products themselves; cuBLAS is faster at those than a Triton product with an epilogue.
 """
@@ -11,40 +17,74 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-_BLOCK = 4096
+SPAN = 8192  # columns of a program: 32 float32 registers of each of 256 threads
 _WARPS = 8
 
 
-@triton.jit
-def _statistics(  # type: ignore[no-untyped-def]
-    logits, stride, targets, logprobs, entropy, lse, temperature, V, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["rows"])
+def _softmax(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    residual,
+    residual_stride,
+    targets,
+    logprobs,
+    entropy,
+    lse,
+    sums,  # [3, rows, TEAM]: each member's maximum, sum of e = exp(z - maximum), sum of e (z - maximum)
+    counters,  # [1 + rows], zeros: the next ticket, and how many members of each row have published their sums
+    scale,
+    V,
+    rows,
+    WRITE: tl.constexpr,
+    TEAM: tl.constexpr,
+    PADDED_TEAM: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    ticket = tl.atomic_add(counters, 1)
+    row = (ticket // TEAM).to(tl.int64)
+    member = ticket % TEAM
     logits += row * stride
-    # Each lane keeps the maximum and the sums of e = exp(z - top) and of e (z - top) over what it sees; reduced at
-    # the end. The start is finite so that a lane that has seen nothing but -inf has no inf - inf.
-    top = tl.full([BLOCK], -1e30, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature
-        new_top = tl.maximum(top, z)
-        shrink = tl.exp(top - new_top)
-        e = tl.exp(z - new_top)
-        weighted = (weighted + total * (top - new_top)) * shrink + tl.where(e > 0, e * (z - new_top), 0.0)
-        total = total * shrink + e
-        top = new_top
-    highest = tl.max(top, 0)
-    shrink = tl.exp(top - highest)
-    total_all = tl.sum(total * shrink, 0)
-    # sum of p (z - highest): the entropy is a difference of numbers of its own size, not of the logits'
-    mean = tl.sum((weighted + total * (top - highest)) * shrink, 0) / total_all
-    lse_row = highest + tl.log(total_all)
-    target = tl.load(logits + tl.load(targets + row)).to(tl.float32) / temperature
-    tl.store(lse + row, lse_row)
-    tl.store(logprobs + row, target - lse_row)
-    tl.store(entropy + row, tl.log(total_all) - mean)
+    at = member * SPAN + tl.arange(0, SPAN)
+    z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
+    # finite, so that a span of nothing but -inf has no inf - inf
+    top = tl.maximum(tl.max(z, 0), -1e30)
+    e = tl.exp(z - top)
+    total = tl.sum(e, 0)
+    weighted = tl.sum(tl.where(e > 0, e * (z - top), 0.0), 0)
+    highest = top
+    if TEAM > 1:
+        mine = sums + row * TEAM + member
+        plane = rows * TEAM
+        tl.store(mine, top)
+        tl.store(mine + plane, total)
+        tl.store(mine + 2 * plane, weighted)
+        tl.debug_barrier()
+        tl.atomic_add(counters + 1 + row, 1, sem="release")
+        while tl.atomic_add(counters + 1 + row, 0, sem="acquire") < TEAM:
+            pass
+        members = tl.arange(0, PADDED_TEAM)
+        there = members < TEAM
+        # past the first cache, which may hold what these places held before the others wrote
+        all_sums = sums + row * TEAM + members
+        tops = tl.load(all_sums, mask=there, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(all_sums + plane, mask=there, other=0.0, cache_modifier=".cg")
+        weighteds = tl.load(all_sums + 2 * plane, mask=there, other=0.0, cache_modifier=".cg")
+        highest = tl.max(tops, 0)
+        shrink = tl.exp(tops - highest)
+        total = tl.sum(totals * shrink, 0)
+        weighted = tl.sum((weighteds + totals * (tops - highest)) * shrink, 0)
+    lse_row = highest + tl.log(total)
+    target = tl.load(targets + row)
+    if member == 0:
+        tl.store(lse + row, lse_row)
+        tl.store(logprobs + row, tl.load(logits + target).to(tl.float32) * scale - lse_row)
+        # sum of p (z - highest): the entropy is a difference of numbers of its own size, not of the logits'
+        tl.store(entropy + row, tl.log(total) - weighted / total)
+    if WRITE:
+        p = e * tl.exp(top - lse_row)
+        d = tl.where(at == target, 1.0 - p, -p) * scale
+        tl.store(residual + row * residual_stride + at, d.to(residual.dtype.element_ty), mask=at < V)
 
 
 @triton.jit
@@ -58,55 +98,63 @@ def _gradient(  # type: ignore[no-untyped-def]
     grad,
     entropy,
     entropy_grad,
-    temperature,
+    scale,
     V,
     HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    out += row * out_stride
-    target = tl.load(targets + row)
-    lse_row = tl.load(lse + row)
+    at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    z = tl.load(logits + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32) * scale
+    logp = z - tl.load(lse + row)
+    p = tl.exp(logp)
     g = tl.load(grad + row)
+    d = tl.where(at == tl.load(targets + row), g * (1.0 - p), -g * p)
     if HAS_ENTROPY:
-        entropy_row = tl.load(entropy + row)
-        entropy_g = tl.load(entropy_grad + row)
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        logp = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32) / temperature - lse_row
-        p = tl.exp(logp)
-        d = -g * p
-        if HAS_ENTROPY:
-            d -= entropy_g * tl.where(p > 0, p * (logp + entropy_row), 0.0)
-        d = tl.where(at == target, d + g, d) / temperature
-        # `out` may be narrower numbers in the row's own memory: everything of this block and the blocks before it is
-        # read by now, and it ends before the next block begins.
-        tl.debug_barrier()
-        tl.store(out + at, d.to(out.dtype.element_ty), mask=at < V)
+        d -= tl.load(entropy_grad + row) * tl.where(p > 0, p * (logp + tl.load(entropy + row)), 0.0)
+    tl.store(out + row * out_stride + at, (d * scale).to(out.dtype.element_ty), mask=at < V)
 
 
-def statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """logprob of the target, entropy and logsumexp of each row of logits / temperature, in float32."""
+def softmax(
+    logits_CV: Tensor, targets_C: Tensor, temperature: float, residual_CV: Tensor | None = None, span: int = SPAN
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob of the target, entropy and logsumexp of each row of logits / temperature, in float32.
+
+    `residual_CV`, where it is given, is filled with the logprob's gradient in the logits, ([v = y] - p) / temperature.
+    """
     C, V = logits_CV.shape
     assert logits_CV.stride(1) == 1
+    assert residual_CV is None or (residual_CV.shape == (C, V) and residual_CV.stride(1) == 1)
+    span = min(span, triton.next_power_of_2(V))
+    team = triton.cdiv(V, span)
     logprobs_C, entropy_C, lse_C = torch.empty(3, C, dtype=torch.float32, device=logits_CV.device)
-    _statistics[(C,)](
+    sums = torch.empty(3, C, team, dtype=torch.float32, device=logits_CV.device)
+    counters = torch.zeros(1 + C, dtype=torch.int32, device=logits_CV.device)
+    out = logits_CV if residual_CV is None else residual_CV
+    _softmax[(C * team,)](
         logits_CV,
         logits_CV.stride(0),
+        out,
+        out.stride(0),
         targets_C,
         logprobs_C,
         entropy_C,
         lse_C,
-        temperature,
+        sums,
+        counters,
+        1 / temperature,
         V,
-        BLOCK=_BLOCK,
+        C,
+        WRITE=residual_CV is not None,
+        TEAM=team,
+        PADDED_TEAM=triton.next_power_of_2(team),
+        SPAN=span,
         num_warps=_WARPS,
     )
     return logprobs_C, entropy_C, lse_C
 
 
-def logits_grad_(
+def logits_grad(
     logits_CV: Tensor,
     targets_C: Tensor,
     lse_C: Tensor,
@@ -114,14 +162,14 @@ def logits_grad_(
     entropy_C: Tensor,
     entropy_grad_C: Tensor | None,
     temperature: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The gradient in the logits [C, V], in `dtype`, in the memory of `logits_CV`, which are lost."""
+    out_CV: Tensor,
+) -> None:
+    """Fill `out_CV` with the gradient in the logits."""
     C, V = logits_CV.shape
-    assert logits_CV.is_contiguous()
-    assert dtype.itemsize <= logits_CV.dtype.itemsize
-    out_CV = logits_CV.view(dtype)[:, :V]
-    _gradient[(C,)](
+    assert logits_CV.stride(1) == out_CV.stride(1) == 1
+    assert out_CV.shape == (C, V)
+    span = min(SPAN, triton.next_power_of_2(V))
+    _gradient[(C, triton.cdiv(V, span))](
         logits_CV,
         logits_CV.stride(0),
         out_CV,
@@ -131,10 +179,9 @@ def logits_grad_(
         grad_C.float().contiguous(),
         entropy_C,
         entropy_C if entropy_grad_C is None else entropy_grad_C.float().contiguous(),
-        temperature,
+        1 / temperature,
         V,
         HAS_ENTROPY=entropy_grad_C is not None,
-        BLOCK=_BLOCK,
+        SPAN=span,
         num_warps=_WARPS,
     )
-    return out_CV

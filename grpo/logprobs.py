@@ -1,36 +1,44 @@
 """Token logprobs and entropy from hidden states, without ever holding the logits of the whole batch.
 
 The head's logits are N x V numbers (20 GB in float32 for 32k tokens of a 152k vocabulary). Here they exist for a block
-of rows at a time. Two ways to the same numbers:
+of rows at a time, in float32, and what stays of them is smaller. With z = logits / T, p = softmax(z), y the target:
 
-- `token_logprobs` is an ordinary differentiable function. The upstream gradient is known only in its backward pass, so
-  that computes the logits of each block again: four products of size N x V x D.
-- `head_backward` is told how a block's logprobs become a loss, and goes forward and backward while the block's logits
-  exist: three products. It adds up the weight's gradient in float32. A loss that ties the tokens of a sequence together
+    logprob_n = z_ny - logsumexp(z_n)           d logprob_n / d logits_nv = r_nv = ([v = y] - p_nv) / T
+    entropy_n = -sum_v p_nv log p_nv            d entropy_n / d logits_nv = -p_nv (log p_nv + entropy_n) / T
+
+The residual r needs no upstream gradient g, and g_n, one number for each row, commutes with the head's products: with
+hidden states H and weight W the gradients are dH = diag(g) (r W) and dW = r^T (diag(g) H). So r is written in the
+weight's dtype while the logits exist, and the loss comes later. Two ways to the same numbers:
+
+- `token_logprobs` is an ordinary differentiable function. It keeps r for its backward pass where that takes little
+  memory (three products of size N x V x D); otherwise the backward pass computes the logits again (four).
+- `head_backward` is told how a block's logprobs become a loss, and goes forward and backward block by block: three
+  products for any N. It adds up the weight's gradient in float32. A loss that ties the tokens of a sequence together
   gets blocks of whole sequences (`sequence_blocks`).
 
+A gradient of the entropy has another factor per row; where a loss has one, the logits are computed again.
+
 Law 4: logits are divided by the temperature in float32, before the normalisation. (A raw logprob divided by T is not
-the logprob at temperature T.) With z = logits / T and p = softmax(z):
-
-    logprob_n = z_ny - logsumexp(z_n)           d logprob_n / d z_nv = [v = y] - p_nv
-    entropy_n = -sum_v p_nv log p_nv            d entropy_n / d z_nv = -p_nv (log p_nv + entropy_n)
-
-On CUDA the row operations are those of `grpo.kernels`, and logits of bfloat16 weights leave the product in float32.
-Left out: ignored targets (what is not trained is not passed in), label smoothing, logit soft-capping (`grpo.model`
-refuses models that have it).
+the logprob at temperature T.) On CUDA the row operations are those of `grpo.kernels`, and logits of bfloat16 weights
+leave the product in float32. Left out: ignored targets (what is not trained is not passed in), label smoothing, logit
+soft-capping (`grpo.model` refuses models that have it).
 
 Shapes: N tokens, V vocabulary, D hidden size, C rows of a block.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Bytes of float32 logits held at a time. On a GPU larger blocks make better products, above all for the weight's
-# gradient, whose V x D sums are read and written once per block; on a CPU memory is all that matters.
-_BLOCK_BYTES = {"cuda": 940_000_000, "cpu": 64_000_000}
+# Bytes of logits and of residuals held at a time. On a GPU larger blocks make better products, above all for the
+# weight's gradient, whose V x D sums are read and written once per block of residuals; on a CPU only memory matters.
+_LOGIT_BYTES = {"cuda": 312_000_000, "cpu": 32_000_000}
+_RESIDUAL_BYTES = {"cuda": 630_000_000, "cpu": 32_000_000}
+# Bytes of residuals that `token_logprobs` may keep for its backward pass: 8k tokens of a 152k vocabulary in bfloat16.
+_KEPT_BYTES = {"cuda": 2_500_000_000, "cpu": 64_000_000}
 
 # (logprobs of the block, entropy of the block, its place in N) -> the block's share of the loss, a scalar
 BlockLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -53,8 +61,11 @@ def token_logprobs(
     it changes speed and memory, not the result.
     """
     _check(hidden_ND, weight_VD, targets_N, temperature)
-    cut = even_blocks(len(targets_N), rows or block_rows(weight_VD))
-    return _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, temperature, entropy_grad, cut)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V))
+    memory = len(targets_N) * len(weight_VD) * hidden_ND.dtype.itemsize
+    keep = trained and rows is None and memory <= _KEPT_BYTES[hidden_ND.device.type]
+    rows = rows or block_rows(weight_VD)
+    return _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, temperature, entropy_grad, rows, keep)
 
 
 def head_backward(
@@ -81,36 +92,29 @@ def head_backward(
     logprobs_N, entropy_N = torch.empty(2, len(targets_N), dtype=_wide(hidden_ND), device=hidden_ND.device)
     hidden_grad_ND = torch.empty_like(hidden_ND)
     for where in blocks:
+        hidden_CD, targets_C = hidden_ND[where], targets_N[where]
         with torch.no_grad():
-            logits_CV = _logits(hidden_ND[where], weight_VD, bias_V)
-            logprobs_C, entropy_C, lse_C = _statistics(logits_CV, targets_N[where], temperature)
+            d_CV = torch.empty(len(targets_C), len(weight_VD), dtype=hidden_ND.dtype, device=hidden_ND.device)
+            logprobs_C, entropy_C, lse_C = _forward(hidden_CD, weight_VD, bias_V, targets_C, temperature, d_CV)
         logprobs_N[where], entropy_N[where] = logprobs_C, entropy_C
         leaves = logprobs_C.requires_grad_(), entropy_C.requires_grad_()
         share = block_loss(*leaves, where)
         grad_C, entropy_grad_C = torch.autograd.grad(share, leaves, allow_unused=True)
         with torch.no_grad():
             grad_C = torch.zeros_like(lse_C) if grad_C is None else grad_C
-            d_CV = _logits_grad_(
-                logits_CV,
-                targets_N[where],
-                lse_C,
-                grad_C,
-                entropy_C.detach(),
-                entropy_grad_C,
-                temperature,
-                hidden_ND.dtype,
-            )
-            del logits_CV
-            torch.mm(d_CV, weight_VD, out=hidden_grad_ND[where])
-            _add_head_grad(weight_grad_VD, bias_grad_V, d_CV, hidden_ND[where])
+            factor_C: Tensor | None = grad_C
+            if entropy_grad_C is not None:
+                rows = _Rows(targets_C, lse_C, grad_C, entropy_C.detach(), entropy_grad_C)
+                _gradient_again(hidden_CD, weight_VD, bias_V, rows, temperature, d_CV)
+                factor_C = None
+            _head_products(d_CV, factor_C, hidden_CD, weight_VD, hidden_grad_ND[where], weight_grad_VD, bias_grad_V)
             del d_CV
     return logprobs_N, entropy_N, hidden_grad_ND
 
 
 def block_rows(weight_VD: Tensor) -> int:
-    """How many rows of logits to hold at a time: as many as the memory set aside for them takes."""
-    rows = _BLOCK_BYTES[weight_VD.device.type] // (4 * len(weight_VD))
-    return max(1, rows // 64 * 64 if rows > 64 else rows)
+    """How many rows of residuals to hold at a time: as many as the memory set aside for them takes."""
+    return _rows(_RESIDUAL_BYTES[weight_VD.device.type], len(weight_VD) * weight_VD.dtype.itemsize)
 
 
 def even_blocks(N: int, rows: int) -> list[slice]:
@@ -143,50 +147,43 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         entropy_grad: bool,
-        blocks: list[slice],
+        rows: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        values = torch.empty(3, len(targets_N), dtype=_wide(hidden_ND), device=hidden_ND.device)
-        logits_CV = None
-        for where in blocks:
-            logits_CV = None  # frees the last block's before the next is made
-            logits_CV = _logits(hidden_ND[where], weight_VD, bias_V)
-            values[:, where] = torch.stack(_statistics(logits_CV, targets_N[where], temperature))
+        N, V = len(targets_N), len(weight_VD)
+        residual_NV = torch.empty(N, V, dtype=hidden_ND.dtype, device=hidden_ND.device) if keep else None
+        values = _forward(hidden_ND, weight_VD, bias_V, targets_N, temperature, residual_NV, rows)
         logprobs_N, entropy_N, lse_N = values.unbind()
-        # A tiny model's logits are one block: kept, the backward pass need not compute them again.
-        keep = len(blocks) == 1 and not hidden_ND.is_cuda and any(ctx.needs_input_grad[:3])
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropy_N, lse_N, logits_CV if keep else None)
-        ctx.temperature, ctx.entropy_grad, ctx.blocks = temperature, entropy_grad, blocks
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropy_N, lse_N, residual_NV)
+        ctx.temperature, ctx.entropy_grad, ctx.rows = temperature, entropy_grad, rows
+        ctx.set_materialize_grads(False)  # an entropy that takes no part in the loss has None for a gradient
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, entropy_grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, entropy_N, lse_N, kept = ctx.saved_tensors
+    def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, entropy_N, lse_N, residual_NV = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_grad_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        weight_grad_VD = torch.zeros_like(weight_VD, dtype=lse_N.dtype) if wants_weight else None
-        bias_grad_V = torch.zeros_like(bias_V, dtype=lse_N.dtype) if wants_bias else None
-        for where in ctx.blocks:
-            # `kept` may be wanted again (retain_graph), so its gradient is written elsewhere.
-            logits_CV = _logits(hidden_ND[where], weight_VD, bias_V) if kept is None else kept.clone()
-            d_CV = _logits_grad_(
-                logits_CV,
-                targets_N[where],
-                lse_N[where],
-                grad_N[where],
-                entropy_N[where],
-                entropy_grad_N[where] if ctx.entropy_grad else None,
-                ctx.temperature,
-                hidden_ND.dtype,
-            )
-            del logits_CV
-            if hidden_grad_ND is not None:
-                torch.mm(d_CV, weight_VD, out=hidden_grad_ND[where])
-            _add_head_grad(weight_grad_VD, bias_grad_V, d_CV, hidden_ND[where])
-            del d_CV
+        grad_N = torch.zeros_like(lse_N) if grad_N is None else grad_N
+        kept = residual_NV is not None and entropy_grad_N is None
+        wide = weight_VD.dtype if kept else lse_N.dtype  # one product has nothing to add up
+        weight_grad_VD = torch.zeros_like(weight_VD, dtype=wide) if wants_weight else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=wide) if wants_bias else None
+        rows = _Rows(targets_N, lse_N, grad_N, entropy_N, entropy_grad_N)
+        d_CV, factor_N = (residual_NV, grad_N) if kept else (None, None)
+        for where in [slice(0, len(targets_N))] if kept else even_blocks(len(targets_N), ctx.rows):
+            hidden_CD = hidden_ND[where]
+            if not kept:
+                d_CV = None  # frees the last block's
+                d_CV = torch.empty(len(hidden_CD), len(weight_VD), dtype=hidden_ND.dtype, device=hidden_ND.device)
+                _gradient_again(hidden_CD, weight_VD, bias_V, rows.part(where), ctx.temperature, d_CV)
+            assert d_CV is not None
+            into_CD = None if hidden_grad_ND is None else hidden_grad_ND[where]
+            _head_products(d_CV, factor_N, hidden_CD, weight_VD, into_CD, weight_grad_VD, bias_grad_V)
         narrow = [g if g is None else g.to(hidden_ND.dtype) for g in (weight_grad_VD, bias_grad_V)]
-        return hidden_grad_ND, *narrow, None, None, None, None
+        return hidden_grad_ND, *narrow, None, None, None, None, None
 
 
 def _check(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float) -> None:
@@ -208,55 +205,132 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tens
     return torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).to(_wide(hidden_CD))
 
 
-def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """logprob of the target, entropy and logsumexp of each row of logits / temperature."""
+def _forward(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_C: Tensor,
+    temperature: float,
+    residual_CV: Tensor | None,
+    rows: int | None = None,
+) -> Tensor:
+    """logprob, entropy and logsumexp [3, C]; fills the residuals. Logits exist for `rows` rows at a time."""
+    values = torch.empty(3, len(targets_C), dtype=_wide(hidden_CD), device=hidden_CD.device)
+    for part in _parts(len(targets_C), min(rows or len(targets_C), _logit_rows(weight_VD))):
+        logits_CV = _logits(hidden_CD[part], weight_VD, bias_V)
+        residual = None if residual_CV is None else residual_CV[part]
+        values[:, part] = torch.stack(_softmax(logits_CV, targets_C[part], temperature, residual))
+        del logits_CV  # before the next are made
+    return values
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What the gradient in the logits of C rows depends on, besides the logits."""
+
+    targets_C: Tensor
+    lse_C: Tensor
+    grad_C: Tensor
+    entropy_C: Tensor
+    entropy_grad_C: Tensor | None
+
+    def part(self, where: slice) -> "_Rows":
+        entropy_grad_C = None if self.entropy_grad_C is None else self.entropy_grad_C[where]
+        return _Rows(
+            self.targets_C[where], self.lse_C[where], self.grad_C[where], self.entropy_C[where], entropy_grad_C
+        )
+
+
+def _gradient_again(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: _Rows, temperature: float, out_CV: Tensor
+) -> None:
+    """Fill `out_CV` with the gradient of the loss in the logits, which are computed again."""
+    for part in _parts(len(hidden_CD), _logit_rows(weight_VD)):
+        logits_CV = _logits(hidden_CD[part], weight_VD, bias_V)
+        _logits_grad(logits_CV, rows.part(part), temperature, out_CV[part])
+        del logits_CV  # before the next are made
+
+
+def _logit_rows(weight_VD: Tensor) -> int:
+    return _rows(_LOGIT_BYTES[weight_VD.device.type], len(weight_VD) * _wide(weight_VD).itemsize)
+
+
+def _parts(C: int, rows: int) -> list[slice]:
+    """All but the last of exactly `rows`: products like multiples of 128."""
+    return [slice(start, min(start + rows, C)) for start in range(0, C, rows)] if C else []
+
+
+def _rows(memory: int, row: int) -> int:
+    rows = memory // row
+    return max(1, rows // 64 * 64 if rows > 64 else rows)
+
+
+def _softmax(
+    logits_CV: Tensor, targets_C: Tensor, temperature: float, residual_CV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob of the target, entropy and logsumexp of each row of logits / temperature; fills the residuals."""
     if logits_CV.is_cuda and logits_CV.dtype != torch.float64:
         from grpo import kernels  # Triton exists where CUDA does
 
-        return kernels.statistics(logits_CV, targets_C, temperature)
+        return kernels.softmax(logits_CV, targets_C, temperature, residual_CV)
     logp_CV = logits_CV / temperature
     lse_C = logp_CV.logsumexp(1)
     logp_CV.sub_(lse_C[:, None])
     logprobs_C = logp_CV.gather(1, targets_C[:, None]).squeeze(1)
     p_CV = logp_CV.exp()
+    if residual_CV is not None:
+        d_CV = p_CV.neg()
+        d_CV.scatter_add_(1, targets_C[:, None], torch.ones_like(lse_C)[:, None])
+        residual_CV.copy_(d_CV.div_(temperature))
+        del d_CV
     # A logit of -inf has p = 0, and 0 * -inf would make the entropy NaN: it contributes nothing.
     entropy_C = p_CV.mul_(logp_CV.masked_fill_(logp_CV == -torch.inf, 0.0)).sum(1).neg_()
     return logprobs_C, entropy_C, lse_C
 
 
-def _logits_grad_(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    lse_C: Tensor,
-    grad_C: Tensor,
-    entropy_C: Tensor,
-    entropy_grad_C: Tensor | None,
-    temperature: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Gradient of the loss in the logits, rounded to the dtype of the products to come. Overwrites the logits."""
+def _logits_grad(logits_CV: Tensor, rows: _Rows, temperature: float, out_CV: Tensor) -> None:
+    """Fill `out_CV` with the gradient of the loss in the logits. The logits may be overwritten."""
+    grad_C, entropy_grad_C = rows.grad_C, rows.entropy_grad_C
     if logits_CV.is_cuda and logits_CV.dtype != torch.float64:
         from grpo import kernels
 
-        return kernels.logits_grad_(logits_CV, targets_C, lse_C, grad_C, entropy_C, entropy_grad_C, temperature, dtype)
-    logp_CV = logits_CV.div_(temperature).sub_(lse_C[:, None])
+        kernels.logits_grad(
+            logits_CV, rows.targets_C, rows.lse_C, grad_C, rows.entropy_C, entropy_grad_C, temperature, out_CV
+        )
+        return
+    logp_CV = logits_CV.div_(temperature).sub_(rows.lse_C[:, None])
     if entropy_grad_C is None:
         d_CV = logp_CV.exp_().mul_(-grad_C[:, None])
     else:
         p_CV = logp_CV.exp()
-        logp_CV.masked_fill_(logp_CV == -torch.inf, 0.0).add_(entropy_C[:, None]).mul_(entropy_grad_C[:, None])
+        logp_CV.masked_fill_(logp_CV == -torch.inf, 0.0).add_(rows.entropy_C[:, None]).mul_(entropy_grad_C[:, None])
         d_CV = logp_CV.add_(grad_C[:, None]).mul_(p_CV).neg_()
-    d_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None].to(d_CV.dtype))
-    return d_CV.div_(temperature).to(dtype)
+    d_CV.scatter_add_(1, rows.targets_C[:, None], grad_C[:, None].to(d_CV.dtype))
+    out_CV.copy_(d_CV.div_(temperature))
 
 
-def _add_head_grad(weight_grad_VD: Tensor | None, bias_grad_V: Tensor | None, d_CV: Tensor, hidden_CD: Tensor) -> None:
+def _head_products(
+    d_CV: Tensor,
+    factor_C: Tensor | None,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    hidden_grad_CD: Tensor | None,
+    weight_grad_VD: Tensor | None,
+    bias_grad_V: Tensor | None,
+) -> None:
+    """Gradients in hidden states (written), weight and bias (added to) from diag(factor) d; None is a factor of 1."""
+    if hidden_grad_CD is not None:
+        torch.mm(d_CV, weight_VD, out=hidden_grad_CD)
+        if factor_C is not None:
+            hidden_grad_CD.mul_(factor_C[:, None])
     if weight_grad_VD is not None:
+        scaled_CD = hidden_CD if factor_C is None else (hidden_CD * factor_C[:, None]).to(hidden_CD.dtype)
         if weight_grad_VD.dtype == d_CV.dtype:
-            weight_grad_VD.addmm_(d_CV.t(), hidden_CD)
+            weight_grad_VD.addmm_(d_CV.t(), scaled_CD)
         elif d_CV.is_cuda:
-            torch.addmm(weight_grad_VD, d_CV.t(), hidden_CD, out_dtype=torch.float32, out=weight_grad_VD)
+            torch.addmm(weight_grad_VD, d_CV.t(), scaled_CD, out_dtype=torch.float32, out=weight_grad_VD)
         else:
-            weight_grad_VD.add_(d_CV.t() @ hidden_CD)
+            weight_grad_VD.add_(d_CV.t() @ scaled_CD)
     if bias_grad_V is not None:
-        bias_grad_V.add_(d_CV.sum(0, dtype=bias_grad_V.dtype))
+        factor_C = torch.ones_like(d_CV[:, 0]) if factor_C is None else factor_C.to(d_CV.dtype)
+        bias_grad_V.add_(factor_C @ d_CV)

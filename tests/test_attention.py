@@ -147,37 +147,26 @@ def reference_varlen(
     return out
 
 
-def newer(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **given: Any) -> Tensor:
-    """torch 2.13's signature: `window_size` counts what lies to the left, grouped heads are asked for."""
-    assert given["window_size"][1] == 0
-    assert given["enable_gqa"]
-    return reference_varlen(q, k, v, cu_q, cu_k, max_q, max_k, given["window_size"][0], given["scale"])
-
-
-def older(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **given: Any) -> Tensor:
-    """An early signature: causal or not, the scale fixed, every head its own key."""
-    assert given == {"is_causal": True}
-    assert k.shape == q.shape
-    return reference_varlen(q, k, v, cu_q, cu_k, max_q, max_k, -1, q.shape[-1] ** -0.5)
-
-
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kernel", [newer, older])
+@pytest.mark.parametrize("grouped", [{"enable_gqa": True}, {}])  # torch 2.12 and later; 2.11
 def test_the_kernel_is_called_as_its_torch_wants(
-    kernel: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
+    grouped: dict[str, bool], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **given: Any
+    ) -> Tensor:
+        scale, (left, right) = given.pop("scale"), given.pop("window_size")  # the window counts what lies to the left
+        assert given == grouped
+        assert right == 0
+        return reference_varlen(q, k, v, cu_q, cu_k, max_q, max_k, left, scale)
+
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, sum(LENGTHS), 8, dtype=torch.float64, generator=draw)
     k, v = torch.randn(2, 1, 2, sum(LENGTHS), 8, dtype=torch.float64, generator=draw)
-    parameters = {"window_size", "scale", "enable_gqa"} if kernel is newer else {"is_causal"}
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_VARLEN_PARAMETERS", parameters)
+    monkeypatch.setattr(attention, "_GROUPED", grouped)
     given = {"scaling": 0.3, "sliding_window": window}
     on_gpu = {"cu_seq_lens_q": borders(LENGTHS), "max_length_q": 16}
-    if kernel is older and window is not None:
-        with pytest.raises(ValueError, match="no sliding window in varlen_attn, the model one of 3"):
-            packed_attention(Layer(), q, k, v, None, **given, **on_gpu)
-        return
     through_kernel, _ = packed_attention(Layer(), q, k, v, None, **given, **on_gpu)
     through_rows, _ = packed_attention(Layer(), q, k, v, None, **given, **packing(borders(LENGTHS), 12, torch.float64))
     torch.testing.assert_close(through_kernel, through_rows, rtol=0, atol=1e-12)
