@@ -9,6 +9,7 @@ from grpo.rollout.flags import vllm_arguments, vllm_environment
 from grpo.rollout.server import VLLMServer, free_ports
 
 STARTUP = 240.0  # seconds; a busy machine
+CONTEXT = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class RealServer:
 
 
 def launch(model: Path, *, log: Path) -> VLLMServer:
-    """Start a server as a run would, with room for 256 requests of 512 tokens; returns at once."""
+    """Start a server as a run would, with room for 256 requests; returns at once."""
     (port,) = free_ports("127.0.0.1", 1)
     arguments = vllm_arguments(
         model=str(model),
         dtype="float32",
         device="cpu",
-        max_model_len=512,
+        max_model_len=CONTEXT,
         backend="disk",
         host="127.0.0.1",
         port=port,

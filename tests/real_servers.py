@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real import STARTUP, RealServer, launch
+from real import CONTEXT, STARTUP, RealServer, launch
 from tiny import save_tiny_model
 
 SAMPLING_DEFAULTS = {"do_sample": True, "repetition_penalty": 1.1, "top_k": 20}
@@ -28,7 +28,7 @@ def tied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer
 
 
 def serve(folder: Path, *, tied: bool) -> Iterator[RealServer]:
-    model = save_tiny_model(folder / "model", tied=tied, generation_config=SAMPLING_DEFAULTS)
+    model = save_tiny_model(folder / "model", tied=tied, max_length=CONTEXT, generation_config=SAMPLING_DEFAULTS)
     server = launch(model, log=folder / "server.log")
     try:
         server.wait_ready(STARTUP)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain_control import PlainControl
-from real import RealServer
+from real import CONTEXT, RealServer
 from tiny import tiny_tokenizer
 
 from grpo.batch import Sequence, pack
@@ -28,7 +28,6 @@ TIMEOUT = 60.0
 VERSION = 3
 PROMPT = [12, 7, 30, 22, 9]
 VOCAB, EOS, HELLO = 57, 1, 56
-MODEL_LENGTH = 512
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +208,14 @@ def test_a_misspelt_name_changes_nothing(server: RealServer, base: Sampling, neu
 
 
 def sampled(choice: dict[str, Any]) -> Sampled:
-    return parse_answer({"choices": [choice]}, max_tokens=MODEL_LENGTH, vocab_size=VOCAB)
+    return parse_answer({"choices": [choice]}, max_tokens=CONTEXT, vocab_size=VOCAB)
 
 
 def difference(policy: Policy, answer: Sampled, temperature: float, prompt: list[int] = PROMPT) -> float:
     """Largest |ratio - 1| over the completion's tokens: the trainer's probabilities over the sampler's."""
     n = len(answer.token_ids)
     sequence = Sequence(prompt, answer.token_ids, answer.logprobs, [0] * n, 0.0, 0.0)
-    (mb,) = pack([sequence], tokens_per_microbatch=MODEL_LENGTH, context=MODEL_LENGTH)
+    (mb,) = pack([sequence], tokens_per_microbatch=CONTEXT, context=CONTEXT)
     with torch.no_grad():
         logprobs_N, _ = policy.logprobs(mb, temperature)
     return float(((logprobs_N - mb.sampler_logprobs_N).exp() - 1).abs().max())
@@ -266,9 +265,9 @@ def test_stop_string_inside_a_token(server: RealServer, base: Sampling) -> None:
 
 
 def test_prompt_that_leaves_no_room_is_refused(server: RealServer, base: Sampling) -> None:
-    with pytest.raises(RequestRefused, match=r"status 400.*512"):
-        sample(server, base, [5] * MODEL_LENGTH)
-    assert len(sample(server, base, [5] * (MODEL_LENGTH - 1)).token_ids) == 1
+    with pytest.raises(RequestRefused, match=r"status 400.*1024"):
+        sample(server, base, [5] * CONTEXT)
+    assert len(sample(server, base, [5] * (CONTEXT - 1)).token_ids) == 1
 
 
 def test_aborted_request_is_sent_again(server: RealServer, base: Sampling) -> None:

@@ -1,11 +1,9 @@
 """Weight sync by file into the real vLLM on the CPU: what the server computes afterwards, against transformers.
 
-One server for all tests of a model, since a start costs 10 to 20 s; so each test begins with a sync of its own. The
-servers are launched as a run launches them.
+The servers are shared (real_servers.py), so each test begins with a sync of its own.
 """
 
-import os
-import sys
+import contextlib
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,20 +14,19 @@ from typing import Any
 import pytest
 import torch
 from plain_control import PlainControl
+from real import RealServer
 from safetensors.torch import load_file, save_file
-from tiny import other_weights, save_tiny_model
+from tiny import other_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo.rollout.errors import ServerError
-from grpo.rollout.flags import vllm_arguments, vllm_environment
-from grpo.rollout.server import VLLMServer, free_ports
 from grpo.sync.disk import DiskSync
 
+pytest_plugins = ["real_servers"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TIMEOUT = 60.0
-CONTEXT = 1024
 LONG = 800  # tokens of a request that lives through syncs
 PROMPTS = [[12, 7, 30, 22, 9], [3, 3, 41], [50, 8, 8, 19, 33, 2, 27]]
 
@@ -66,9 +63,9 @@ class Trained:
 class Rig:
     """One real server, the trained model beside it, and the sync between them."""
 
-    def __init__(self, folder: Path, scratch: Path, url: str) -> None:
-        self.trained = Trained(folder, scratch)
-        self.control = PlainControl(url)
+    def __init__(self, server: RealServer, scratch: Path) -> None:
+        self.trained = Trained(server.model, scratch)
+        self.control = PlainControl(server.url)
         self.sync = DiskSync(
             folder=str(scratch / "weights"),
             fallback=scratch,
@@ -79,6 +76,9 @@ class Rig:
             timeout=TIMEOUT,
         )
 
+    def close(self) -> None:
+        self.sync.close()
+
     def generate(self, prompt: list[int], *, max_tokens: int = 12, seed: int = 1) -> dict[str, Any]:
         params = {"temperature": 1.0, "max_tokens": max_tokens, "logprobs": 0, "seed": seed, "ignore_eos": True}
         body = {"token_ids": prompt, "sampling_params": params}
@@ -87,13 +87,12 @@ class Rig:
 
     def worst(self) -> float:
         """Largest |server's logprob - ours| over a few sampled completions."""
-        largest = 0.0
-        for seed, prompt in enumerate(PROMPTS):
-            choice = self.generate(prompt, seed=seed)
-            theirs = torch.tensor([row["logprob"] for row in choice["logprobs"]["content"]])
-            ours = self.trained.logprobs(prompt, choice["token_ids"])
-            largest = max(largest, (ours - theirs).abs().max().item())
-        return largest
+        return max(self.difference(prompt, self.generate(prompt, seed=seed)) for seed, prompt in enumerate(PROMPTS))
+
+    def difference(self, prompt: list[int], choice: dict[str, Any]) -> float:
+        """The same of one completion."""
+        theirs = torch.tensor([row["logprob"] for row in choice["logprobs"]["content"]])
+        return (self.trained.logprobs(prompt, choice["token_ids"]) - theirs).abs().max().item()
 
     def version(self) -> str:
         return str(self.control.get("/weight_info", timeout=TIMEOUT)["weight_version"])
@@ -104,41 +103,9 @@ class Rig:
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied", max_length=CONTEXT)
-    scratch = tmp_path_factory.mktemp("scratch")
-    server = launch(folder, scratch)
-    try:
-        server.wait_ready(240)
-        rig = Rig(folder, scratch, server.url)
+    server: RealServer = request.getfixturevalue(f"{request.param}_server")
+    with contextlib.closing(Rig(server, tmp_path_factory.mktemp("scratch"))) as rig:
         yield rig
-        rig.sync.close()
-    finally:
-        server.stop()
-
-
-def launch(folder: Path, scratch: Path) -> VLLMServer:
-    (port,) = free_ports("127.0.0.1", 1)
-    arguments = vllm_arguments(
-        model=str(folder),
-        dtype="float32",
-        device="cpu",
-        max_model_len=CONTEXT,
-        backend="disk",
-        host="127.0.0.1",
-        port=port,
-        max_num_seqs=64,
-        gpu_memory=0.9,
-        tensor_parallel=1,
-        eager=False,
-        cpu_kv_gb=0.125,
-    )
-    environment = vllm_environment(
-        dict(os.environ), device="cpu", backend="disk", threads=1, gpus=[], tensor_parallel=1, api_key=None
-    )
-    command = [sys.executable, "-P", "-m", "grpo.rollout.vllm_main", *arguments]
-    server = VLLMServer(command, host="127.0.0.1", port=port, environment=environment, log=scratch / "server.log")
-    server.launch()
-    return server
 
 
 def test_server_computes_with_the_weights_that_were_sent(rig: Rig) -> None:
@@ -181,6 +148,33 @@ def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_vers
             part = slice(span["start"], span["end"])
             assert span["end"] > span["start"]
             assert (ours[part] - theirs[part]).abs().max() < 1e-4, (version, span)
+
+
+def test_pause_wait_lets_open_requests_finish_and_holds_new_ones_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.sync, "pause", "wait")
+    rig.trained.draw(71)
+    rig.sync.sync(70)
+
+    def late() -> dict[str, Any]:
+        while not rig.paused():
+            time.sleep(0.001)
+        return rig.generate(PROMPTS[0], seed=90)
+
+    with ThreadPoolExecutor(13) as pool:
+        early = [pool.submit(rig.generate, PROMPTS[0], max_tokens=200, seed=80 + i) for i in range(12)]
+        wait_for_tokens(rig, 12 * 20)
+        held_back = pool.submit(late)
+        rig.trained.draw(72)
+        rig.sync.sync(71)
+        after = held_back.result(timeout=120)
+        before = [request.result(timeout=120) for request in early]
+    assert [(s["version"], s["start"]) for c in before for s in c["weight_versions"]] == [("70", 0)] * 12
+    assert [(s["version"], s["start"]) for s in after["weight_versions"]] == [("71", 0)]
+    assert rig.difference(PROMPTS[0], after) < 1e-4
+    rig.trained.draw(71)
+    assert max(rig.difference(PROMPTS[0], choice) for choice in before) < 1e-4
 
 
 def wait_for_tokens(rig: Rig, tokens: int) -> None:
