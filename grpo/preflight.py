@@ -4,23 +4,25 @@
 It touches no model: of a hub model it reads config.json.
 """
 
+import contextlib
 import copy
 import json
 import os
 import re
 import socket
+import typing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo.rollout.server import check_port
-from grpo.settings import Model, Rollout, Sync, Train
+from grpo.settings import Model, Rollout, Sync, Train, fits, type_name
 
 HUB_TIMEOUT = 3  # seconds for a hub to answer
 CONNECT_TIMEOUT = 2  # seconds for a server's port
@@ -135,7 +137,7 @@ def check_root(cfg: DictConfig, root: Path) -> None:
     """What concerns no group alone: every value is there and resolves (in place), no key that nobody reads."""
     try:
         for group in GROUPS:
-            if not isinstance(cfg[group], DictConfig) or "_target_" not in cfg[group]:
+            if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
                 raise ValueError(f"{group}: does not say what to build{_choices(root, group)}")
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
@@ -198,7 +200,20 @@ def build(node: Any, name: str, kind: type[T]) -> T:
 def build_loss(node: Any) -> Any:
     from grpo.losses.base import Loss
 
+    given: Any = OmegaConf.to_container(node)
+    for key, hint in _parameters(given["_target_"]).items():
+        if key in given and not fits(given[key], hint):
+            raise ValueError(f"loss.{key}={given[key]!r}: expected {type_name(hint)}")
     return build(node, "loss", Loss)  # type: ignore[type-abstract]
+
+
+def _parameters(target: str) -> dict[str, Any]:
+    """Annotated types of a class's parameters, those that it hands on to its base classes included."""
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(ImportError, NameError):  # `build` says what is wrong with the class
+        for base in reversed(get_class(target).__mro__):
+            hints |= typing.get_type_hints(vars(base).get("__init__", object))
+    return hints
 
 
 def _wrong_keys(name: str, message: str) -> str:

@@ -24,8 +24,8 @@ class Checked:
         hints = typing.get_type_hints(type(self))
         for f in fields(self):  # type: ignore[arg-type]
             value, hint = getattr(self, f.name), hints[f.name]
-            if not _fits(value, hint):
-                raise ValueError(f"{self.GROUP}.{f.name}={value!r}: expected {_name(hint)}")
+            if not fits(value, hint):
+                raise ValueError(f"{self.GROUP}.{f.name}={value!r}: expected {type_name(hint)}")
         self.check()
 
     def check(self) -> None:
@@ -197,12 +197,13 @@ def _is_server(url: str) -> bool:
         return False
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as a user means it: True is no number, nor is NaN; 1 is a float."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, a) for a in arguments)
+        return any(fits(value, a) for a in arguments)
     if origin is list:
-        return isinstance(value, list | tuple) and all(_fits(v, arguments[0]) for v in value)
+        return isinstance(value, list | tuple) and all(fits(v, arguments[0]) for v in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
@@ -212,11 +213,12 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """An annotated type in words."""
     names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", type(None): "null"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_name(a) for a in arguments)
+        return " or ".join(type_name(a) for a in arguments)
     if origin is list:
-        return f"a list [...], each {_name(arguments[0])}"
+        return f"a list [...], each {type_name(arguments[0])}"
     return names.get(hint, str(hint))
