@@ -8,6 +8,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from grpo.data import Jsonl
+from grpo.data.base import LoadedData
+from grpo.types import Prompt
+
 BOS, EOS, UNKNOWN = "<bos>", "<eos>", "<unk>"
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
@@ -41,3 +45,29 @@ def write_jsonl(file: Path, rows: list[Any]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
+
+
+def jsonl(path: Path, **options: Any) -> Jsonl:
+    keys: dict[str, Any] = {
+        "path": str(path),
+        "reward": "exact_match",
+        "max_prompt_tokens": 64,
+        "max_tokens": 8,
+        "eval_rows": 0,
+    }
+    return Jsonl(**(keys | options))
+
+
+def load(tmp_path: Path, rows: list[Any], tokenizer: Any = None, **options: Any) -> LoadedData:
+    return jsonl(write_jsonl(tmp_path / "rows.jsonl", rows), **options).load(tokenizer or byte_tokenizer(), 0)
+
+
+def prompts(loaded: LoadedData) -> dict[str, Prompt]:
+    """The prompts of the first epoch by row."""
+    count = loaded.report["train"]["used"]
+    return {p.row: p for i in range(count) if (p := loaded.train.prompt(i)) is not None}
+
+
+def only(loaded: LoadedData) -> Prompt:
+    (prompt,) = prompts(loaded).values()
+    return prompt

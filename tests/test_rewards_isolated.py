@@ -16,6 +16,7 @@ import pytest
 from reward_tools import MINE, completion, make, mine, row, score, score_all
 
 from grpo.rewards import RewardError
+from grpo.rewards import pool as pool_module
 from grpo.rewards import process as process_module
 
 
@@ -111,8 +112,11 @@ def test_prints_go_to_the_log_and_not_to_the_terminal(
 
 def test_a_flood_of_prints_is_cut_off_and_blocks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="grpo.rewards")
-    assert score(mine("prints_much"), "4") == [1.0]
-    assert caplog.text.count("[prints_much] line") <= process_module.PRINTED
+    with mine("prints_much") as rewards:
+        asyncio.run(score_all(rewards, [completion()]))
+        _wait_for(lambda: "the rest is dropped" in caplog.text)
+    assert caplog.text.count("[prints_much] line") == process_module.PRINTED
+    assert caplog.text.count("the rest is dropped") == 1
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
@@ -201,6 +205,39 @@ def _children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+def test_two_workers_start_at_a_time_and_serve_whoever_is_first_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting: list[int] = []
+    served: list[int] = []
+
+    class Slow:
+        def __init__(self, name: str) -> None:
+            self.slots, self.taken, self.lost = 1, 0, False
+
+        async def start(self, request: Any, slots: int) -> None:
+            starting.append(len(pool._starting))
+            await asyncio.sleep(0.01)
+
+        async def call(self, args: tuple[int], timeout: float) -> None:
+            served.append(args[0])
+            await asyncio.sleep(0.05)
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(pool_module, "Worker", Slow)
+
+    async def go() -> None:
+        nonlocal pool
+        pool = pool_module.Pool(name="x", target="", options={}, workers=5, timeout=1)
+        await asyncio.gather(*(pool.call(i) for i in range(12)))
+        assert len(pool._live) == 5
+        await pool.close()
+
+    pool: Any = None
+    asyncio.run(go())
+    assert max(starting) == 2
+    assert served == list(range(12))
+
+
 def test_closing_ends_calls_that_are_open_or_wait_in_line_and_starts_no_new_worker() -> None:
     before = _children()
     rewards = mine("hangs", timeout=60, workers=1, on_error="unscored")
@@ -215,7 +252,7 @@ def test_closing_ends_calls_that_are_open_or_wait_in_line_and_starts_no_new_work
         await scoring
 
     asyncio.run(close_in_the_middle())
-    assert [c.reward for c in completions] == [None] * 3
+    assert rewards.stats()["reward/hangs/errors"] == 3  # each is told, none is left waiting
     assert _children() == before
 
 

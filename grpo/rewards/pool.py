@@ -127,12 +127,7 @@ class Pool:
     def _grow(self) -> None:
         """Start one more worker, if anyone waits (or it is the first) and there may be one."""
         wanted = bool(self._line) or not self._loaded.done()
-        if (
-            wanted
-            and not self._closed
-            and len(self._live) + len(self._starting) < self.workers
-            and len(self._starting) < STARTING
-        ):
+        if wanted and len(self._live) + len(self._starting) < self.workers and len(self._starting) < STARTING:
             task = asyncio.create_task(self._start_one())
             self._starting.add(task)
             task.add_done_callback(self._started_one)
