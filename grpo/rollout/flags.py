@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 
 from grpo.sync import server_backend
-from grpo.sync.engine import GUARDED
 
 # Set by torchrun for the trainer's ranks; vLLM reads some of them as its own.
 TORCHRUN = (
@@ -83,7 +82,6 @@ def vllm_environment(
         "VLLM_SERVER_DEV_MODE": "1",  # the control calls of a weight sync
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",  # the log is complete when it dies
-        GUARDED: "1",
     }
     if "VLLM_PLUGINS" in inherited and "grpo" not in inherited["VLLM_PLUGINS"].split(","):
         environment["VLLM_PLUGINS"] = f"{inherited['VLLM_PLUGINS']},grpo"

@@ -26,6 +26,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOBODY = -1
+GUARDED = "GRPO_GUARDED"  # in the environment of whatever runs below a guard: the process that started it
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -37,9 +38,22 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
 
 
 def die_with_parents() -> None:
-    """The same for this process and all that fork from it. (A fork does not inherit it; a new program keeps it.)"""
+    """The same for this process and what it starts, where they call this too or fork from one that did.
+
+    (A fork does not inherit the wish, a new program keeps it.) Does nothing where no guard is above.
+    """
+    above = os.environ.get(GUARDED)
+    if above is None:
+        return
+    os.register_at_fork(after_in_child=_die_with_parent_too)
+    _die_with_parent_too()
+    if not title(int(above)):  # it died before we came so far, and somebody adopted us
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with_parent_too() -> None:
     die_with_parent()
-    os.register_at_fork(after_in_child=die_with_parent)
+    os.environ[GUARDED] = str(os.getpid())
 
 
 def descendants(pid: int) -> list[int]:
@@ -107,6 +121,7 @@ def _become(command: list[str], *pipes: int) -> None:
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
         die_with_parent(signal.SIGKILL)
+        os.environ[GUARDED] = str(os.getppid())
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         for fd in (nothing, *pipes):

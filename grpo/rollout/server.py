@@ -108,6 +108,9 @@ class VLLMServer:
         assert self.process is not None, f"{self.url} was not launched"
         status = self.process.poll()
         gone = [title for pid, title in self._engines.items() if guard.title(pid) != title]
+        if status is None and gone:  # with the whole server, perhaps: its exit status says more
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(1.0)
         if status is None and gone:
             raise ServerDied(
                 f"the vLLM server {self.url} died (its process {gone[0]} is gone); "

@@ -5,18 +5,15 @@ pays nothing.
 """
 
 import contextlib
-import os
+
+from grpo.rollout.guard import die_with_parents
 
 BACKEND = "grpo_disk"
-GUARDED = "GRPO_GUARDED"  # set in the environment of a server that a run launched
 
 
 def register() -> None:
     """Make `--weight-transfer-config '{"backend": "grpo_disk"}'` known; may be called again."""
-    if os.environ.get(GUARDED):
-        from grpo.rollout.guard import die_with_parents
-
-        die_with_parents()  # the API server, its engine process and that one's workers: each with the one above it
+    die_with_parents()  # in a server that a run launched: API server, engine process, workers, each with the one above
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
