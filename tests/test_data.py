@@ -106,6 +106,13 @@ def test_the_held_out_part_is_chosen_by_the_prompts_themselves(tmp_path: Path) -
     assert loaded.report["train"]["used"] == 90
 
 
+def test_the_fingerprint_tells_other_rows_and_another_order(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "answer": "1"} for i in range(3)]
+    prints = [load(tmp_path, made).report["train"]["fingerprint"] for made in (rows, rows, rows[::-1], rows[:2])]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
 def test_a_set_of_one_row_is_trained_on_and_nothing_is_held_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,9 @@ import copy
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 from grpo.data.render import Renderer
@@ -161,7 +162,7 @@ class Data:
                     "%d rows are held out for evaluation, not data.eval_rows=%d: there are only %d",
                     len(chosen), self.eval_rows, len(screened.kept) + len(chosen),
                 )  # fmt: skip
-        report["train"] = screened.report | {"used": len(screened.kept)}
+        report["train"] = screened.report | {"used": len(screened.kept), "fingerprint": fingerprint(screened.keys)}
         stream = Stream(maker, screened.kept, seed, self.epochs, screened.keys)
         return LoadedData(stream, evals, report, frozenset(reserved))
 
@@ -188,8 +189,17 @@ class Data:
             "sampled": len(sample),
             "prompt_tokens_max": max(len(p.token_ids) for p in sample),
             "with_unknown_tokens": sum(unknown is not None and unknown in p.token_ids for p in sample),
+            "fingerprint": fingerprint(p.text.encode() for p in sample),
         }
         return LoadedData(stream, evals, report)
+
+
+def fingerprint(keys: Iterable[bytes]) -> str:
+    """Equal for equal rows in equal order: tells whether a resumed run has the data that it began with."""
+    digest = blake2b(digest_size=8)
+    for key in keys:
+        digest.update(len(key).to_bytes(4, "big") + key)
+    return digest.hexdigest()
 
 
 def _eval_prompts(maker: PromptMaker, rows: Sequence[int], before: dict[str, list[Prompt]]) -> list[Prompt]:

@@ -110,7 +110,9 @@ class Worker:
         raise (WorkerLostError if kind == "lost" else RewardError)(value)
 
     async def close(self) -> None:
+        """Ends the process; calls that are open raise WorkerLostError."""
         await self._kill()
+        self._settle_all()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -130,8 +132,7 @@ class Worker:
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._ended(1.0)  # its socket closes a moment before it has ended
             await self._kill()
-            for number in list(self._pending):
-                self._settle(number, "lost", self._how_it_ended())
+            self._settle_all()
         finally:
             self._writer.close()
 
@@ -139,6 +140,10 @@ class Worker:
         future = self._pending.get(number)  # none: the call was cancelled or late
         if future is not None and not future.done():
             future.set_result((kind, value))
+
+    def _settle_all(self) -> None:
+        for number in self._pending:
+            self._settle(number, "lost", self._how_it_ended())
 
     def _how_it_ended(self) -> str:
         code = self._process.returncode if self._process else None

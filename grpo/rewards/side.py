@@ -38,7 +38,7 @@ class SideLoop:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
-        """Ends the thread. What still runs is cancelled first."""
+        """Ends the thread. What still runs may end by itself for a moment, then it is cancelled."""
         if not self._thread.is_alive():
             return
         self.run(self._cancel_all(), timeout=10)
@@ -47,7 +47,9 @@ class SideLoop:
         assert not self._thread.is_alive(), "the rewards' thread does not end"
 
     async def _cancel_all(self) -> None:
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            await asyncio.wait(tasks, timeout=0.5)  # they have been told that their worker is gone
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
