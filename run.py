@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> float | None:
             if in_sweep:  # the sweep goes on with its other jobs
                 raise sweep.refuse(folder, cfg, hydra_cfg, error) from error
             discard(folder)
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {cli.explain(error)}", file=sys.stderr)
             sys.exit(2)
         return run(plan, cfg, folder, task_overrides(hydra_cfg), resume)
 

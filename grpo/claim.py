@@ -92,14 +92,15 @@ def differences(folder: Path, cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def discard(folder: Path) -> None:
-    """Take back the folder that Hydra has made: it, and the folders above it, where there is nothing in them."""
+    """Take back the folder that Hydra has made, where there is nothing in it; then empty ones above it, below here."""
     here = Path.cwd()
     with contextlib.suppress(OSError):
         if [path.name for path in folder.iterdir()] == ["run.log"]:
             (folder / "run.log").unlink()
-        while here in folder.parents:
-            folder.rmdir()
+        folder.rmdir()
+        while here in folder.parent.parents:
             folder = folder.parent
+            folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ def _config_flags(run: Path, argv: list[str]) -> list[str]:
     saved = OmegaConf.create(_yaml(run / ".hydra" / "hydra.yaml"))
     flags = []
     name = OmegaConf.select(saved, "hydra.job.config_name")
-    if name and not any(a.startswith(("-cn", "--config-name")) for a in argv):
+    if name and name != "config" and not any(a.startswith(("-cn", "--config-name")) for a in argv):
         flags += ["--config-name", name]
     sources = OmegaConf.select(saved, "hydra.runtime.config_sources") or []
     folders = [source.path for source in sources if source.provider == "command-line"]
