@@ -65,7 +65,7 @@ def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | No
 def save_config(folder: Path, cfg: DictConfig, hydra: HydraConf) -> None:
     """`.hydra/` as Hydra writes it, without what belongs to one command (resume, dry_run) in the overrides."""
     aside = folder / ".hydra"
-    aside.mkdir(exist_ok=True)
+    aside.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, aside / "config.yaml")
     OmegaConf.save(OmegaConf.create({"hydra": hydra}), aside / "hydra.yaml")
     OmegaConf.save(OmegaConf.create(task_overrides(hydra)), aside / "overrides.yaml")

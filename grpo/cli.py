@@ -27,6 +27,35 @@ from grpo import sweep
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # What Hydra raises over a command, a configuration or a folder that cannot be made. Failures of a run do not get here.
 MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
+# Hydra's flags, and those that take the next argument as their value.
+FLAGS = [
+    "-h",
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--resolve",
+    "-r",
+    "--run",
+    "-m",
+    "--multirun",
+    "-sc",
+    "--shell-completion",
+    "-i",
+    "--info",
+]
+VALUE_FLAGS = [
+    "-cn",
+    "--config-name",
+    "-cd",
+    "--config-dir",
+    "-cp",
+    "--config-path",
+    "-c",
+    "--cfg",
+    "-p",
+    "--package",
+    "--experimental-rerun",
+]
 QUOTES = """'key="a value"'"""
 
 
@@ -92,24 +121,48 @@ def _similar(error: OmegaConfBaseException) -> str:
 
 
 def prepare(argv: list[str]) -> None:
-    """Edit `argv` in place: `resume` brings the saved configuration. Raises ValueError."""
-    for argument in argv[1:]:
-        found = re.match(r"--([\w.]+)=", argument)  # Hydra's own flags have a dash in their names, but for three
-        if found and found[1] not in ("cfg", "package", "info"):
-            raise ValueError(f"{argument}: keys are written without dashes: {argument[2:]}")
-    given = [a for a in argv[1:] if _key(a) == "resume"]
+    """Edit `argv` in place: flags first, and `resume` brings the saved configuration. Raises ValueError."""
+    flags, overrides = _split(argv[1:])
+    argv[1:] = [*flags, *overrides]
+    given = [a for a in overrides if _key(a) == "resume"]
     if not given or given[-1] in ("resume=null", "resume="):
         return
-    if {"-m", "--multirun"} & set(argv):
+    if {"-m", "--multirun"} & set(flags):
         raise ValueError(f"{given[-1]}: goes on with one run, -m starts several")
     path = Path(given[-1].partition("=")[2].strip("'\"")).expanduser().resolve()
     run = run_folder(path)
     saved = [str(o) for o in _yaml(run / ".hydra" / "overrides.yaml")]
-    named = {_key(a) for a in argv[1:]}
+    named = {_key(a) for a in overrides}
     kept = [o for o in saved if _key(o) not in named and _key(o) not in ("resume", "dry_run")]
-    rest = [a for a in argv[1:] if a not in given]
-    argv[1:] = [*_config_flags(run, rest), *rest, *kept, f"resume={_quoted(path)}", f"hydra.run.dir={_quoted(run)}"]
+    rest = [a for a in overrides if a not in given]
+    argv[1:] = [
+        *flags,
+        *_config_flags(run, flags),
+        *rest,
+        *kept,
+        f"resume={_quoted(path)}",
+        f"hydra.run.dir={_quoted(run)}",
+    ]
     argv.append("hydra.mode=RUN")  # a job of a sweep goes on alone
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """(Hydra's flags with their values, overrides). Hydra's parser refuses a flag between overrides."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if flags and flags[-1] in VALUE_FLAGS:
+            flags.append(argument)
+        elif not argument.startswith("-"):
+            overrides.append(argument)
+        elif name in (*FLAGS, *VALUE_FLAGS):
+            flags.append(argument)
+        else:
+            key = argument.lstrip("-").replace("-", "_")
+            right = key if "=" in key else f"{key}=<value>"
+            raise ValueError(f"{argument}: no such flag; keys are written without dashes: {right}")
+    return flags, overrides
 
 
 def run_folder(path: Path) -> Path:
@@ -166,16 +219,16 @@ def evaluations(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _config_flags(run: Path, argv: list[str]) -> list[str]:
+def _config_flags(run: Path, given: list[str]) -> list[str]:
     """The primary configuration of a run, where it is not the usual one: a sweep's file, or the user's own."""
     saved = OmegaConf.create(_yaml(run / ".hydra" / "hydra.yaml"))
     flags = []
     name = OmegaConf.select(saved, "hydra.job.config_name")
-    if name and name != "config" and not any(a.startswith(("-cn", "--config-name")) for a in argv):
+    if name and name != "config" and not any(a.startswith(("-cn", "--config-name")) for a in given):
         flags += ["--config-name", name]
     sources = OmegaConf.select(saved, "hydra.runtime.config_sources") or []
     folders = [source.path for source in sources if source.provider == "command-line"]
-    if folders and not any(a.startswith(("-cd", "--config-dir")) for a in argv):
+    if folders and not any(a.startswith(("-cd", "--config-dir")) for a in given):
         flags += ["--config-dir", folders[0]]
     return flags
 

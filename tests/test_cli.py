@@ -87,6 +87,12 @@ def test_other_commands_stay_as_they_are(arguments: list[str]) -> None:
     assert prepared(*arguments) == arguments
 
 
+def test_flags_may_stand_anywhere() -> None:
+    assert prepared("loss=gspo", "-m", "seed=1,2", "-cn", "a=b", "~x", "-i") == [
+        "-m", "-cn", "a=b", "-i", "loss=gspo", "seed=1,2", "~x",
+    ]  # fmt: skip
+
+
 def test_a_resumed_run_has_its_overrides_and_those_given_win(tmp_path: Path) -> None:
     saved = ["loss=gspo", "model.lr=0.1", "+loss.x=1", "resume=/old", "dry_run=true"]
     folder = run_folder(tmp_path / "it's", overrides=saved)
@@ -118,7 +124,7 @@ def test_a_job_of_a_sweep_goes_on_alone_with_the_sweeps_file(tmp_path: Path) -> 
         str(ROOT / "sweeps"),
         "seed=3",
     ]
-    own = prepared("-cn", "mine", "-cd", "there", f"resume={folder}")
+    own = prepared(f"resume={folder}", "-cn", "mine", "-cd", "there")
     assert own[:5] == ["-cn", "mine", "-cd", "there", "seed=3"]
 
 
@@ -136,7 +142,8 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
     assert refused(f"resume={tmp_path}").startswith(f"resume={tmp_path}: this is a sweep; ask for it again with hydra.")
     folder = run_folder(tmp_path / "run", overrides=[])
     assert refused("-m", f"resume={folder}", "seed=1,2") == f"resume={folder}: goes on with one run, -m starts several"
-    assert refused("--seed=3") == "--seed=3: keys are written without dashes: seed=3"
+    assert refused("--seed=3") == "--seed=3: no such flag; keys are written without dashes: seed=3"
+    assert refused("--dry-run") == "--dry-run: no such flag; keys are written without dashes: dry_run=<value>"
     (folder / ".hydra" / "overrides.yaml").write_text("[")
     assert refused(f"resume={folder}") == f"{folder}/.hydra/overrides.yaml: cannot be read (ParserError)"
 
