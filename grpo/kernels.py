@@ -17,8 +17,9 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-SPAN = 8192  # columns of a program: 32 float32 registers of each of 256 threads
-_WARPS = 8
+# Columns of a program: 32 float32 registers of each of 128 threads. Many small programs hide each other's waiting.
+SPAN = 4096
+_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rows"])

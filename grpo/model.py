@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from grpo import attention
 from grpo.batch import MicroBatch, Sequence, pack
+from grpo.linear import accumulate_in_products
 from grpo.logprobs import BlockLoss, block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -59,6 +60,8 @@ class Policy:
         self.body, self.head = self.model.base_model, self.model.get_output_embeddings()
         if not trainable:
             self.model.requires_grad_(False)
+        elif self.dtype == torch.bfloat16:
+            accumulate_in_products(self.body)
         self._check_forward()
         # After the check, which runs the layers with lengths and an attention that training never uses.
         layers: Any = getattr(self.body, "layers", None)

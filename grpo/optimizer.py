@@ -168,6 +168,6 @@ def _master(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _to_main_grad(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    if parameter.grad is not None:  # else a product has added it already (`grpo.linear`)
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None

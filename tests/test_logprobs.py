@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo.logprobs import block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
+from grpo.logprobs import _parts, block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
 
 N, V, D = 11, 37, 8
 
@@ -197,6 +197,10 @@ def test_blocks() -> None:
     assert sequence_blocks([3, 2, 4, 1], 5) == [slice(0, 5), slice(5, 10)]
     assert sequence_blocks([3, 6], 5) is None
     assert sequence_blocks([], 5) == []
+    assert _parts(1664, 640) == [slice(0, 512), slice(512, 1024), slice(1024, 1664)]  # 13 tiles of 128
+    assert _parts(700, 640) == [slice(0, 384), slice(384, 700)]
+    assert _parts(5, 2) == [slice(0, 1), slice(1, 3), slice(3, 5)]
+    assert _parts(0, 640) == []
     assert block_rows(torch.empty(151_936, 1)) == 52  # 32 MB of float32
     assert block_rows(torch.empty(151_936, 1, dtype=torch.bfloat16)) == 64  # 20 MB; 105 fit, taken down to a multiple
 
