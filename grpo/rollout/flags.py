@@ -92,6 +92,9 @@ def vllm_environment(
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = str(threads)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # binding would take the trainer's cores
+        # vLLM compiles a small sampling function even with --enforce-eager: 4 to 6 s of the first request, and a C++
+        # compiler that the machine may not have.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # wins over --kv-cache-memory-bytes
         if tensor_parallel == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker within the engine's process: vllm_main

@@ -126,7 +126,7 @@ def remove_dead(parent: Path) -> None:
     """Remove what runs left behind that no longer live: nobody holds their lock."""
     for folder in parent.glob(f"{PREFIX}*"):
         try:
-            with (folder / LOCK).open("w") as lock:
+            with (folder / LOCK).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except FileNotFoundError:
