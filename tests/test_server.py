@@ -180,6 +180,20 @@ def test_no_process_survives_the_guard(make: Make) -> None:
         wait(lambda: server.check() is not None)
 
 
+def test_a_program_that_does_nothing_about_it_does_not_survive_the_guard(tmp_path: Path) -> None:
+    """As vLLM before it has loaded our plugin, some seconds after its start."""
+    (port,) = free_ports("127.0.0.1", 1)
+    server = VLLMServer(["/bin/sleep", "1000"], host="127.0.0.1", port=port, environment={}, log=tmp_path / "log")
+    server.launch()
+    assert server.process is not None
+    guarding = server.process.pid
+    wait(lambda: any("sleep" in guard.title(pid) for pid in guard.descendants(guarding)))
+    pids = guard.descendants(guarding)
+    server.process.kill()
+    wait(lambda: not alive(pids))
+    server.stop()
+
+
 def test_a_signal_to_the_guard_ends_in_order(make: Make) -> None:
     server = make("--loose")
     server.wait_ready(SECONDS)

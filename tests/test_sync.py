@@ -213,6 +213,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path, dtype: str) -
     for name, tensor in tensors.items():
         assert read[name].dtype == kind
         assert torch.equal(read[name], tensor)
+    assert int.from_bytes((tmp_path / "x").read_bytes()[:8], "little") % 8 == 0, "tensors are not aligned"
     with safe_open(tmp_path / "x", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
