@@ -31,8 +31,9 @@ class Policy:
     """A causal language model, on one device, in evaluation mode (no dropout).
 
     `path` is a local directory or a hub id. `dtype` is that of parameters and layers: float32, bfloat16 or float64.
-    `checkpointing` trades time for memory: "full" keeps each layer's input and computes the layer again in the backward
-    pass; "selective" also keeps attention and the narrow products, and computes the wide products of the MLP again.
+    `checkpointing` trades time for memory: "full" keeps each layer's input and its attention, whose kernels are the
+    slowest for what they give, and computes the rest of the layer again in the backward pass; "selective" also keeps
+    the narrow products, and computes the wide products of the MLP again.
     `compile` compiles the layers (for CUDA; worth it when micro-batches have few different T). `tokenizer` is only
     stored, to be saved with the model.
 
@@ -248,11 +249,13 @@ def _checkpointed(layer_type: type[nn.Module], checkpointing: Checkpointing) -> 
     A subclass rather than a function around each layer: torch.compile then sees one piece of code for all layers, and
     leaves out of the second pass what no gradient needs (the MLP's way down).
     """
-    kept: dict[str, Any] = {"context_fn": _selective} if checkpointing == "selective" else {}
+    kept: Any = _selective if checkpointing == "selective" else _full
 
     class Checkpointed(layer_type):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kept, **kwargs)
+            return checkpoint(
+                super().forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **kwargs
+            )
 
     Checkpointed.__name__ = layer_type.__name__
     return Checkpointed
@@ -260,6 +263,10 @@ def _checkpointed(layer_type: type[nn.Module], checkpointing: Checkpointing) -> 
 
 def _selective() -> Any:
     return create_selective_checkpoint_contexts(_keep)
+
+
+def _full() -> Any:
+    return create_selective_checkpoint_contexts(list(_ATTENTION))
 
 
 def _keep(_context: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:

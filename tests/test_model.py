@@ -9,6 +9,7 @@ import torch
 from tiny import save_tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -150,6 +151,51 @@ def test_checkpointing_changes_nothing(folder: Path, checkpointing: Any) -> None
         results.append(gradients(policy))
     for name, gradient in results[0].items():
         assert torch.equal(gradient, results[1][name]), name
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # these two are torch.compile's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_checkpointing_changes_no_sum_of_a_bfloat16_model(folder: Path, checkpointing: Any, compile: bool) -> None:
+    torch._dynamo.reset()
+    results = []
+    for choice in ("none", checkpointing):
+        policy = Policy(folder, dtype="bfloat16", checkpointing=choice)
+        Optimizer(policy.parameters(), lr=0.0)
+        if compile and choice != "none":
+            for layer in policy.body.layers:
+                layer.compile(backend="aot_eager", dynamic=True)
+        for mb in batches(policy, 30):
+            policy.backward(mb, 1.0, loss_of(mb))
+        assert all(p.grad is None for p in policy.parameters())
+        results.append({name: p.main_grad for name, p in policy.model.named_parameters()})
+    for name, gradient in results[0].items():
+        assert gradient.norm() > 0, name
+        assert (gradient - results[1][name]).norm() <= (0.05 if compile else 0.0) * gradient.norm(), name
+
+
+class Calls(TorchDispatchMode):
+    """Counts how often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] = self.counts.get(func, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_is_never_computed_again(folder: Path) -> None:
+    counts = []
+    for choice in ("none", "full"):
+        policy = Policy(folder, checkpointing=choice)  # type: ignore[arg-type]
+        (mb,) = batches(policy, 500)
+        with Calls() as calls:
+            policy.backward(mb, 1.0, loss_of(mb))
+        counts.append(calls.counts[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default])
+    assert counts[0] == counts[1] > 0
 
 
 def test_full_checkpointing_computes_layers_again(folder: Path) -> None:
