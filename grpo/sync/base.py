@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo.rollout.errors import ServerError
+from grpo.rollout.errors import ServerError, TransientError
 
 if TYPE_CHECKING:
     import torch
@@ -182,8 +182,8 @@ class WeightSync:
                 raise
             log.warning("%s: a weight update was left open, by a trainer that was killed; closing it", control.url)
             with contextlib.suppress(ServerError):
-                self.abandon(control)
-            control.post("/start_weight_update", timeout=self.timeout)
+                insist(lambda: self.abandon(control))
+            insist(lambda: control.post("/start_weight_update", timeout=self.timeout))
 
     def _reset_cache(self, control: Control) -> None:
         running = {"reset_running_requests": "true"}
@@ -207,10 +207,23 @@ class WeightSync:
 
         def attempt(control: Control) -> None:
             with contextlib.suppress(Exception):  # mostly there is none open
-                self.abandon(control)
+                insist(lambda: self.abandon(control))
             try:
-                control.post("/resume", timeout=CLEANUP_TIMEOUT)
+                insist(lambda: control.post("/resume", timeout=CLEANUP_TIMEOUT))
             except Exception as error:
                 cause.add_note(f"and it could not be resumed: {error}")
 
         self.everywhere(attempt)
+
+
+def insist(call: Callable[[], Any]) -> Any:
+    """The call, once more if its connection broke: vLLM closes it after each 500, half the time under the next call.
+
+    For calls that may be made twice.
+    """
+    try:
+        return call()
+    except TransientError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, TimeoutError):  # it was answered, or waited for
+            raise
+        return call()
