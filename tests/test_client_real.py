@@ -224,7 +224,12 @@ def difference(policy: Policy, answer: Sampled, temperature: float, prompt: list
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_ratio_is_one_with_equal_weights(server: RealServer, policy: Policy, temperature: float) -> None:
     """CASES 4. The folder's generation_config.json asks for a repetition penalty and top_k; they are not in force."""
-    answers = [sample(server, Sampling(temperature, 200, seed, stop_token_ids=(EOS,))) for seed in range(30)]
+    sampling = [Sampling(temperature, 200, seed, stop_token_ids=(EOS,)) for seed in range(30)]
+
+    async def work(client: Client) -> list[Sampled]:
+        return await asyncio.gather(*(client.generate(PROMPT, s, request_id=f"r{s.seed}") for s in sampling))
+
+    answers = with_client(server, work)
     assert sum(len(answer.token_ids) for answer in answers) > 200
     assert {version for answer in answers for version in answer.versions} == {VERSION}
     assert max(difference(policy, answer, temperature) for answer in answers) < 1e-4

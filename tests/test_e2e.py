@@ -1,0 +1,236 @@
+"""`python run.py` with the real vLLM, end to end: it learns, the laws hold in its folder, and it ends in order.
+
+Runs that launch servers are few, since a start costs 10 to 25 s; the others attach to a server of real_servers.py. A
+run begins with other weights than its server was started from, so that everything must come through the sync.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from plain_control import PlainControl
+from real import RealServer
+from real_run import Run, check_laws
+from tiny import save_tiny_model
+from transformers import AutoModelForCausalLM
+
+pytest_plugins = ["real_servers"]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+FILES = "status.json metrics.jsonl rollouts.jsonl evals.jsonl summary.json report.html run.log .hydra/config.yaml"
+CHECKPOINT = "config.json model.safetensors tokenizer.json trainer.pt"
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts runs; none of them outlives the tests."""
+    runs: list[Run] = []
+
+    def start(*overrides: str) -> Run:
+        runs.append(Run(tmp_path_factory.mktemp("run") / "folder", *overrides))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+        assert run.survivors() == []
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """Overrides for 5 steps with a tiny policy, tied or not: learn to write completions of 60 tokens."""
+    data = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}*{7 * i % 50}="}) + "\n" for i in range(50)))
+    models = {
+        tied: save_tiny_model(tmp_path_factory.mktemp("policy"), tied=tied, seed=6 if tied else 1)
+        for tied in (False, True)
+    }
+
+    def task(*, tied: bool = False) -> list[str]:
+        return [
+            f"model.path={models[tied]}",
+            f"data.path={data}",
+            "data=jsonl",
+            "data.reward=[{kind: length, target: 60, scale: 20}]",
+            "data.answer=null",
+            "data.eval_rows=8",
+            "data.max_prompt_tokens=16",
+            "data.max_tokens=100",
+            "model.lr=0.01",
+            "train.steps=5",
+            "train.batch_size=16",
+            "train.eval_every=2",
+            "rollout.group_size=4",
+            "sync.verify_every=1",
+        ]
+
+    return task
+
+
+@pytest.fixture(scope="module")
+def attached(start: Start, task: Callable[..., list[str]]) -> Callable[..., Run]:
+    """Starts that task on a server that is there."""
+
+    def attached(server: RealServer, *overrides: str) -> Run:
+        return start(*task(tied=server.tied), f"rollout.urls=[{server.url}]", *overrides)
+
+    return attached
+
+
+def finish(run: Run) -> Run:
+    assert run.end() == 0, run.output
+    assert run.status()["state"] == "finished"
+    assert run.survivors() == []
+    return run
+
+
+# ---- the default run ----
+
+
+@pytest.fixture(scope="module")
+def default(start: Start) -> Run:
+    return finish(start("train.steps=12", "train.eval_every=12"))
+
+
+def test_default_run_learns(default: Run) -> None:
+    before, after = default.lines("evals")
+    assert (before["n"], after["n"]) == (256, 256)
+    assert before["high"] < after["low"]  # the intervals are apart
+    rewards = [line["reward/mean"] for line in default.lines("metrics")]
+    assert max(rewards[:2]) < min(rewards[-2:])
+
+
+def test_default_run_keeps_the_laws(default: Run) -> None:
+    check_laws(default, steps=12, max_staleness=1)
+    lags = {row["lag"] for row in default.lines("rollouts")}
+    assert lags == {0, 1}  # generation does run ahead
+
+
+def test_default_run_leaves_a_complete_folder(default: Run) -> None:
+    for name in (*FILES.split(), "server.log", *(f"checkpoints/step_000012/{file}" for file in CHECKPOINT.split())):
+        assert (default.folder / name).stat().st_size > 0, name
+    status, summary = default.status(), json.loads((default.folder / "summary.json").read_text())
+    assert (status["step"], status["steps"], status["error"]) == (12, 12, None)
+    assert summary["tokens"]["generated"] == summary["tokens"]["trained"] > 0
+    assert str(default.folder) in default.output
+
+
+# ---- asynchrony, sync and servers ----
+
+
+def test_staleness_0_is_on_policy_and_does_not_depend_on_what_the_server_did_before(
+    attached: Callable[..., Run], untied_server: RealServer
+) -> None:
+    first = finish(attached(untied_server, "rollout.max_staleness=0"))
+    second = finish(attached(untied_server, "rollout.max_staleness=0"))
+    check_laws(first, steps=5, max_staleness=0)
+    for ours, theirs in zip(first.lines("metrics"), second.lines("metrics"), strict=True):
+        assert ours["ratio/max"] < 1 + 1e-4
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4, abs=1e-6)
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
+    assert second.lines("rollouts") == first.lines("rollouts")
+
+
+def test_completions_live_through_syncs_and_their_ratio_stays_exact(
+    attached: Callable[..., Run], untied_server: RealServer
+) -> None:
+    """CASES 31, as a run sees it: tokens that an old completion got after a sync have lag 0 and the ratio 1."""
+    long = ("data.max_tokens=300", "data.reward=[{kind: length, target: 200, scale: 100}]", "train.eval_every=3")
+    run = finish(attached(untied_server, "rollout.max_staleness=2", "train.steps=7", *long))
+    check_laws(run, steps=7, max_staleness=2)
+    metrics, rollouts = run.lines("metrics"), run.lines("rollouts")
+    assert max(row["lag"] for row in rollouts) == 2
+    assert any(row["version_first"] < row["version_last"] for row in rollouts)
+    survived = 0  # tokens of lag 0 in completions that began under older weights
+    for line in metrics:
+        young = [row["tokens"] for row in rollouts if row["step"] == line["step"] and row["lag"] == 0]
+        survived += line.get("lag_0/tokens", 0) - sum(young)
+    assert survived > 50
+    old = [line["lag_2/kl"] for line in metrics if "lag_2/kl" in line]
+    assert max(old) > 1e-4  # the weights did change meanwhile: a ratio of 1 is no matter of course
+
+
+def test_pause_wait_lets_requests_finish(attached: Callable[..., Run], untied_server: RealServer) -> None:
+    run = finish(attached(untied_server, "sync.pause=wait", "rollout.max_staleness=2"))
+    check_laws(run, steps=5, max_staleness=2)
+    assert max(row["lag"] for row in run.lines("rollouts")) == 2
+    assert all(row["version_first"] == row["version_last"] for row in run.lines("rollouts"))
+
+
+def test_tied_model(attached: Callable[..., Run], tied_server: RealServer) -> None:
+    run = finish(attached(tied_server, "rollout.max_staleness=1"))
+    check_laws(run, steps=5, max_staleness=1)
+    assert max(line.get("lag_1/kl", 0.0) for line in run.lines("metrics")) > 1e-4
+
+
+# ---- endings ----
+
+
+def test_two_servers_then_kill_9_then_resume(
+    start: Start, task: Callable[..., list[str]], untied_server: RealServer
+) -> None:
+    """Both servers get every version (each sync is proven on both); none survives a run that cannot say goodbye."""
+    run = start(*task(), "rollout.servers=2", "train.steps=500", "train.checkpoint_every=2")
+    run.until_steps(5)
+    assert len(run.below("VLLM::EngineCore")) == 2
+    run.kill()
+    assert run.survivors() == []
+    assert run.status()["state"] == "running"
+    again = finish(Run(run.folder, f"rollout.urls=[{untied_server.url}]", "train.steps=8", resume=True))
+    check_laws(again, steps=8, max_staleness=1)
+
+
+def test_sigterm_while_the_server_starts(start: Start) -> None:
+    run = start()
+    while not run.below("grpo.rollout.vllm_main"):
+        assert run.process.poll() is None, run.output
+    run.process.terminate()
+    assert run.end(60) == 143
+    assert run.status()["state"] == "interrupted"
+    assert run.survivors() == []
+
+
+def test_server_that_dies_then_resume_then_sigterm(start: Start, default: Run) -> None:
+    """The run begins with the checkpoint of another one, so that one is a model directory for vLLM as it is."""
+    model = default.folder / "checkpoints/step_000012"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    run = start(f"model.path={model}", "train.steps=500", "train.eval_every=500", "train.checkpoint_every=100")
+    run.until_steps(2)
+    (engine,) = run.below("VLLM::EngineCore")
+    os.kill(engine, signal.SIGKILL)
+    assert run.end(60) == 1
+    assert run.survivors() == []
+    status = run.status()
+    assert (status["state"], status["error"]["type"]) == ("failed", "ServerDied")
+    assert "server.log" in status["error"]["message"]
+    assert "EngineCore" in status["error"]["message"]
+    assert "Traceback" in (run.folder / "run.log").read_text()
+    before = default.lines("evals")[-1], run.lines("evals")[0]
+    assert before[0]["accuracy"] == pytest.approx(before[1]["accuracy"], abs=0.02)  # the same weights, the same seeds
+    step: int = status["step"]
+    assert (run.folder / f"checkpoints/step_{step:06d}/trainer.pt").exists()
+
+    again = Run(run.folder, resume=True)
+    again.until_steps(step + 3)
+    again.process.terminate()
+    assert again.end(60) == 143
+    assert again.survivors() == []
+    status = again.status()
+    assert (status["state"], status["error"]["type"]) == ("interrupted", "Interrupted")
+    assert (run.folder / f"checkpoints/step_{status['step']:06d}/trainer.pt").exists()
+    check_laws(again, steps=status["step"], max_staleness=1)
+
+
+def test_server_that_a_killed_run_left_within_a_sync_serves_the_next_run(
+    attached: Callable[..., Run], untied_server: RealServer
+) -> None:
+    control = PlainControl(untied_server.url)
+    control.post("/pause", params={"mode": "keep"}, timeout=60)
+    control.post("/start_weight_update", timeout=60)
+    run = finish(attached(untied_server, "train.steps=2"))
+    check_laws(run, steps=2, max_staleness=1)
+    assert "a weight update was left open" in (run.folder / "run.log").read_text()
