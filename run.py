@@ -305,7 +305,6 @@ def make(
         step=position.get("step", 0),
         groups=position.get("groups", 0),
         places=position.get("places", 0),
-        evals=cli.evaluations(folder) if resume else {},
     )
 
 

@@ -21,6 +21,8 @@ from typing import Any
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
+from grpo.record import FILES
+
 log = logging.getLogger(__name__)
 
 # Where and how a run is asked for, not what it computes: may differ between the parts of one run.
@@ -37,7 +39,6 @@ FIXED = (
     "model.betas",
     "model.weight_decay",
 )
-LINES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl", "eval_rollouts.jsonl")
 
 
 @contextlib.contextmanager
@@ -53,7 +54,7 @@ def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | No
                 log.warning("resumed with another setting: %s", line)
             _forget_after(checkpoint)
         elif again:
-            for name in (*LINES, "summary.json"):
+            for name in (*FILES, "summary.json"):
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         else:

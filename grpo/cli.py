@@ -9,7 +9,6 @@ Exit status: 0 done, 1 a run failed, 2 a mistake in the command or the configura
 """
 
 import difflib
-import json
 import os
 import re
 import sys
@@ -142,8 +141,8 @@ def prepare(argv: list[str]) -> None:
         *kept,
         f"resume={_quoted(path)}",
         f"hydra.run.dir={_quoted(run)}",
+        "hydra.mode=RUN",  # a job of a sweep goes on alone
     ]
-    argv.append("hydra.mode=RUN")  # a job of a sweep goes on alone
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -208,15 +207,6 @@ def position(checkpoint: Path) -> dict[str, Any]:
             f"resume={checkpoint}: trainer.pt cannot be read ({type(error).__name__}); resume from another checkpoint"
         ) from error
     return progress
-
-
-def evaluations(folder: Path) -> dict[str, dict[str, Any]]:
-    """The first and the last evaluation of each set that the resumed run has made: name -> "before", "after"."""
-    found: dict[str, dict[str, Any]] = {}
-    for raw in (folder / "evals.jsonl").read_text(encoding="utf-8").splitlines():
-        line = json.loads(raw)
-        found.setdefault(line["name"], {"before": line})["after"] = line
-    return found
 
 
 def _config_flags(run: Path, given: list[str]) -> list[str]:

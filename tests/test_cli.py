@@ -14,7 +14,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from grpo import cli
-from grpo.claim import LINES
+from grpo.record import FILES
 
 # ---- one line for Hydra's errors ----
 
@@ -283,7 +283,7 @@ def check_whole(run: Path, *, steps: int) -> None:
     rollouts = command.lines(run / "rollouts.jsonl")
     assert [(r["group"], r["index"]) for r in rollouts] == [(g, i) for g in range(2 * steps) for i in range(4)]
     assert len({r["row"] for r in rollouts}) == 2 * steps
-    for name in LINES[2:]:
+    for name in FILES[2:]:
         shown = [line["step"] for line in command.lines(run / name)]
         assert shown == sorted(shown)
     assert sum(r["tokens"] for r in rollouts) <= command.lines(run / "metrics.jsonl")[-1]["tokens/generated"]
