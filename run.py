@@ -61,6 +61,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     """Train, and record the ending: finished, failed or interrupted."""
     from grpo import report
     from grpo.record import Recorder, environment
+    from grpo.rollout.server import death_behind
     from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
 
@@ -79,22 +80,29 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     trainer: Trainer | None = None
     failure: BaseException | None = None
     state, reason = "failed", ""
-    with Signals() as signals, contextlib.ExitStack() as stack:
+    with Signals() as signals:
         try:
-            trainer = make(plan, config, folder, recorder, signals, stack, resume)
-            signals.deferred = True
-            reason = trainer.run()
-            state = "finished"
-        except Interrupted as ending:
-            state, failure, reason = "interrupted", ending, str(ending)
-            log.warning("%s", ending)
+            with contextlib.ExitStack() as stack:
+                try:
+                    trainer = make(plan, config, folder, recorder, signals, stack, resume)
+                    signals.deferred = True
+                    reason = trainer.run()
+                    state = "finished"
+                except Interrupted as ending:
+                    state, failure, reason = "interrupted", ending, str(ending)
+                    log.warning("%s", ending)
+                except BaseException as error:
+                    failure = death_behind(error, trainer.loader.watch) if trainer is not None else error
+                    reason = f"{type(failure).__name__}: {failure}"
+                    log.error("the run failed", exc_info=failure)
+                if trainer is not None and state != "finished":
+                    trainer.try_save()
+                if trainer is not None:
+                    trainer.display.close()
         except BaseException as error:
-            failure, reason = error, f"{type(error).__name__}: {error}"
-            log.exception("the run failed")
-        if trainer is not None and state != "finished":
-            trainer.try_save()
-        if trainer is not None:
-            trainer.display.close()
+            log.exception("the run could not be closed in order")
+            if failure is None:
+                state, failure, reason = "failed", error, f"{type(error).__name__}: {error}"
     summary = summarize(recorder, trainer, state=state, reason=reason, seconds=time.monotonic() - started)
     recorder.finish(state, summary, failure)
     page = report.build_run(folder)

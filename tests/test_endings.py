@@ -1,16 +1,22 @@
-"""What a run that fails leaves behind, around a fake server: whole steps, and a checkpoint of them."""
+"""What a run that fails leaves behind: whole steps and a checkpoint of them, servers that serve, the true reason."""
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_faults import Fault
 from fake_server import FakeServer
 from loop import loop
+from omegaconf import OmegaConf
 from plain_http import call
 
 from grpo import checkpoint
-from grpo.rollout.errors import ServerError
+from grpo.record import NoMirror
+from grpo.rollout.errors import ServerError, TransientError
+from grpo.rollout.server import ServerDied, death_behind
 
 
 def test_a_step_whose_sync_fails_is_recorded_and_saved(tiny_dir: Path, tmp_path: Path) -> None:
@@ -50,3 +56,39 @@ def test_an_update_left_open_is_closed_over_a_connection_that_breaks(tiny_dir: P
         server.add_fault(Fault("start_weight_update", drop=True, after=1, times=1))
         trainer.run()
         assert server.engine.version == "1"
+
+
+def test_the_death_of_a_server_is_named_in_place_of_the_call_that_met_it() -> None:
+    looks = iter([None, None, ServerDied("the vLLM server died; the end of its log: out of memory")])
+
+    def check() -> None:
+        if (death := next(looks)) is not None:
+            raise death
+
+    error = TransientError("POST /update_weights: status 500")
+    death = death_behind(error, check)
+    assert "out of memory" in str(death)
+    assert death.__cause__ is error
+    other = ValueError("not a server's fault")
+    assert death_behind(other, check) is other
+
+
+def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    import run
+
+    def make(*args: Any) -> Any:
+        stack = next(a for a in args if isinstance(a, contextlib.ExitStack))
+        stack.callback(lambda: 1 / 0)
+        raise RuntimeError("the reason")
+
+    monkeypatch.setattr(run, "make", make)
+    monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
+    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror())
+    with pytest.raises(SystemExit) as exit:
+        run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+    assert exit.value.code == 1
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["error"]["message"]) == ("failed", "the reason")

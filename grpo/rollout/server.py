@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,6 +33,7 @@ from grpo.settings import Rollout
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.1
+NOTICED = 2.0  # seconds in which a death shows after a failed call
 TAIL = 25  # lines of a log shown in an error
 
 
@@ -246,6 +247,24 @@ def launch_servers(
         started.stop()
         raise
     return started
+
+
+def death_behind(error: BaseException, check: Callable[[], None]) -> BaseException:
+    """A call to a server failed: the server's death, if that is why. It says more, with the end of the server's log.
+
+    check: `Servers.check`. Waits for NOTICED seconds, since the call fails before the process is gone.
+    """
+    if not isinstance(error, ServerError) or isinstance(error, ServerDied):
+        return error
+    deadline = time.monotonic() + NOTICED
+    while time.monotonic() < deadline:
+        try:
+            check()
+        except ServerDied as death:
+            death.__cause__ = error
+            return death
+        time.sleep(POLL)
+    return error
 
 
 def healthy(url: str, timeout: float = 2.0) -> bool:
