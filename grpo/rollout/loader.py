@@ -261,7 +261,10 @@ class Loader:
                 while not self._closing:
                     await self._wake.wait()
                     self._wake.clear()
-                    self._admit()
+                    try:
+                        self._admit()
+                    except Exception as error:  # the loop goes on until `close`: who calls meanwhile gets this error
+                        self._fail(error)
             finally:
                 for task in (watcher, *self._tasks):
                     task.cancel()
