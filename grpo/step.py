@@ -163,7 +163,7 @@ class TrainStep:
             raise NonFiniteStep(
                 f"the step is refused: the loss is finite, its gradient's norm is {norm}; samples: {samples}"
             )
-        metrics.optimizer_step(float(loss_sum), norm)
+        metrics.optimizer_step(float(loss_sum), norm, self.optimizer.update_size)
 
 
 def _cut(items: list[tuple[Group, Completion]], parts: int) -> list[list[tuple[Group, Completion]]]:
@@ -186,6 +186,7 @@ class _Metrics:
         self.terms: dict[str, list[Tensor]] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.moves: list[float] = []
 
     def micro_batch(
         self,
@@ -210,15 +211,17 @@ class _Metrics:
         for name, value in terms.items():
             self.terms.setdefault(name, []).append(value)
 
-    def optimizer_step(self, loss: float, norm: float) -> None:
+    def optimizer_step(self, loss: float, norm: float, moved: float) -> None:
         self.losses.append(loss)
         self.norms.append(norm)
+        self.moves.append(moved)
 
     def result(self) -> dict[str, float]:
-        """Loss and norm are means over the batch's optimizer steps. Nothing but zeros for a batch without a step."""
+        """Loss, norm and update size are means over the batch's optimizer steps; zeros for a batch without one."""
         steps = len(self.losses)
         if not steps:
-            return {"loss": 0.0, "grad_norm": 0.0}
-        metrics = {"loss": sum(self.losses) / steps, "grad_norm": sum(self.norms) / steps}
+            return {"loss": 0.0, "grad_norm": 0.0, "update_size": 0.0}
+        sums = {"loss": sum(self.losses), "grad_norm": sum(self.norms), "update_size": sum(self.moves)}
+        metrics = {name: total / steps for name, total in sums.items()}
         metrics |= {f"loss/{name}": float(torch.stack(values).sum()) / steps for name, values in self.terms.items()}
         return metrics | diagnostics(**{name: torch.cat(values) for name, values in self.arrays.items()})

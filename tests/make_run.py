@@ -178,6 +178,7 @@ def _metrics(
         "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)),
         "loss": rng.gauss(0, 0.02),
         "grad_norm": 0.0 if spec.zero_gradient else rng.lognormvariate(-0.7, 0.35),
+        "update_size": 0.0 if spec.zero_gradient else 3e-4,
         "lr": 2e-4,
         "lag/mean": sum(lag * n for lag, n in by_lag.items()) / lag_tokens,
         "lag/max": max(by_lag, default=0),

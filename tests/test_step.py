@@ -171,7 +171,7 @@ def test_a_batch_that_is_masked_entirely_makes_no_step_and_no_nan(tiny_dir: Path
 
     metrics, parameters, ledger = step_on(tiny_dir, PPOClip(mask_truncated=True), 1000, change=all_truncated)
     assert metrics["optimizer_steps"] == 0
-    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["update_size"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(parameters, Policy(tiny_dir).parameters(), strict=True))
     assert ledger.totals()["masked"] == sum(LENGTHS)
 
@@ -243,6 +243,15 @@ def test_minibatches_make_that_many_steps_and_diagnose_the_policy_before_the_fir
     for key in ("kl/sampler", "ratio/mean", "ess", "lag_2/kl"):
         assert four[key] == pytest.approx(one[key], rel=1e-5), key
     assert ledger.totals()["trained"] == sum(LENGTHS)
+
+
+def test_update_size_is_the_mean_over_the_batchs_steps(tiny_dir: Path) -> None:
+    start = torch.cat([p.detach().flatten() for p in Policy(tiny_dir).parameters()])
+    one, parameters, _ = step_on(tiny_dir, PPOClip(), 1000)
+    moved = torch.cat([p.flatten() for p in parameters]) - start
+    assert one["update_size"] == pytest.approx(float(moved.norm() / start.norm()), rel=1e-4)
+    four, _, _ = step_on(tiny_dir, PPOClip(), 1000, minibatches=4)
+    assert 0.3 * one["update_size"] < four["update_size"] < 1.5 * one["update_size"], "a mean, not the sum"
 
 
 def test_a_failure_elsewhere_ends_the_step_between_micro_batches(tiny_dir: Path) -> None:

@@ -150,6 +150,12 @@ const update = (data) =>
       zero: true,
       refs: known(data.max_grad_norm) ? [{ y: data.max_grad_norm, name: "clipped at" }] : [],
     }),
+    curve(data, {
+      title: "Update size",
+      note: "‖new − old‖ / ‖old‖ of the parameters, per optimizer step",
+      keys: [["update_size", "update"]],
+      zero: true,
+    }),
     curve(data, { title: "Loss", note: "its value says little in policy gradient", keys: [["loss", "loss"]] }),
     // A constant rate needs no plot.
     new Set((data.series.columns.lr || []).filter(known)).size > 1
