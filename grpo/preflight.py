@@ -108,6 +108,7 @@ def check(cfg: DictConfig, root: Path) -> Plan:
     check_folder(sync.dir)
     # From here on torch is imported, which takes longer than all of the above.
     loss = build_loss(cfg.loss)
+    check_overlong(loss, data)
     if rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size={rollout.group_size}: loss.advantage={loss.advantage} compares the completions of a "
@@ -205,6 +206,20 @@ def build_loss(node: Any) -> Any:
         if key in given and not fits(given[key], hint):
             raise ValueError(f"loss.{key}={given[key]!r}: expected {type_name(hint)}")
     return build(node, "loss", Loss)  # type: ignore[type-abstract]
+
+
+def check_overlong(loss: Any, data: Any) -> None:
+    """The length of a completion may lower its reward once: by a reward of the data's, or by the loss's penalty."""
+    if not loss.overlong_share:
+        return
+    rewards = data.rewards()
+    for part in getattr(rewards, "parts", {"": rewards}).values():  # a mixture has rewards by part
+        for reward in getattr(part, "rewards", ()):
+            if "overlong" in (reward.KIND, reward.name):  # the penalty is recorded under this name
+                raise ValueError(
+                    f"data.reward[{reward.name}] with loss.overlong_share={loss.overlong_share:g}: a long completion "
+                    "would be punished twice; set loss.overlong_share=0, or leave that reward out"
+                )
 
 
 def _parameters(target: str) -> dict[str, Any]:

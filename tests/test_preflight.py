@@ -92,6 +92,8 @@ MISTAKES = {
     "sync=ipc": "sync=ipc: needs a CUDA device, model.device is cpu; use sync=disk",
     "sync=nccl": "sync=nccl: needs a CUDA device",
     "model.device=cuda": "model.device=cuda: this machine has no CUDA device; use model.device=cpu",
+    "loss=dapo data.reward=[{kind:length},{kind:overlong,name:long}]": "data.reward[long] with loss.overlong_share",
+    "loss.overlong_share=0.1 data.reward=[{kind:length,name:overlong}]": "data.reward[overlong] with loss.overlong",
     # servers
     "rollout.urls=http://localhost:8000": "rollout.urls='http://localhost:8000': expected a list [...], each a text",
     "rollout.urls=[localhost]": "rollout.urls: 'localhost' is no http://host:port",
@@ -146,6 +148,22 @@ def test_nothing_is_changed_in_the_configuration_and_its_references_stay() -> No
     assert preflight.check(cfg, ROOT).train.batch_size == 64
     assert OmegaConf.to_yaml(cfg) == before
     assert "${width}" in before
+
+
+def test_length_is_punished_in_one_place() -> None:
+    """Either place is fine alone; so are rewards of a mixture's parts, which are looked into."""
+    reward = "data.reward=[{kind:length},{kind:overlong}]"
+    assert plan("loss=dapo", "loss.overlong_share=0", reward).loss.overlong_share == 0
+    assert plan("loss=dapo").loss.overlong_share == 0.2
+    part = "{_target_:grpo.data.Arithmetic,reward:REWARD,max_prompt_tokens:16,max_tokens:16}"
+    mixture = ["loss=dapo", "~data", "loss.max_tokens=16"]
+    for kind, refused in (("length", False), ("overlong", True)):
+        parts = f"{{a:{part.replace('REWARD', 'length')},b:{part.replace('REWARD', kind)}}}"
+        given = f"+data={{_target_:grpo.data.Mixture,max_prompt_tokens:16,max_tokens:16,parts:{parts}}}"
+        if refused:
+            assert message(*mixture, given).startswith("data.reward[overlong] with loss.overlong_share=0.2")
+        else:
+            plan(*mixture, given)
 
 
 def test_neutral_sampling_parameters_are_accepted() -> None:
