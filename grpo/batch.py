@@ -7,7 +7,10 @@ loss or a model; the weight of each token is decided before (law 5: one denomina
 What is not trained is not there: a masked sequence is left out by the caller, so nothing of it can leak into a loss
 or a gradient. Left out: cutting a sequence in two (a sequence longer than the budget has a micro-batch to itself).
 
-Shapes: T tokens of a micro-batch, B sequences, N trained tokens (the completions' tokens).
+The same holds for tokens of a trained sequence that nobody sampled (observations between turns): the model reads them,
+and none of the N arrays has a place for them.
+
+Shapes: T tokens of a micro-batch, B sequences, N trained tokens (the completions' sampled tokens).
 """
 
 import heapq
@@ -21,10 +24,11 @@ from torch import Tensor
 
 @dataclass(slots=True, frozen=True)
 class Sequence:
-    """A prompt and its completion as the server sampled it: ids, logprobs and lags have one entry per token.
+    """A prompt and its completion as the server sampled it; logprobs and lags have one entry per sampled token.
 
-    `lags[i]` is the trainer's version minus the version that sampled token i. `weight` is what every token's loss is
-    multiplied by (`Loss.sequence_weights`).
+    `mask[i]` says whether completion token i was sampled; None is all of them. `lags[n]` is the trainer's version minus
+    the version that sampled sampled token n. `weight` is what every token's loss is multiplied by
+    (`Loss.sequence_weights`).
     """
 
     prompt_ids: list[int]
@@ -33,6 +37,12 @@ class Sequence:
     lags: list[int]
     advantage: float
     weight: float
+    mask: list[bool] | None = None
+
+    def trained(self) -> list[int]:
+        """Places in `completion_ids` of the sampled tokens."""
+        places = range(len(self.completion_ids))
+        return [*places] if self.mask is None else [i for i, sampled in zip(places, self.mask, strict=True) if sampled]
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -149,7 +159,7 @@ def pack(
     """
     for row, s in enumerate(sequences):
         assert min(len(s.prompt_ids), len(s.completion_ids)) > 0, f"row {row}: prompt or completion is empty"
-        assert len(s.completion_ids) == len(s.sampler_logprobs) == len(s.lags), f"row {row}: one entry per token"
+        assert len(s.trained()) == len(s.sampler_logprobs) == len(s.lags), f"row {row}: one entry per sampled token"
         if len(s) > context:
             raise ValueError(
                 f"row {row} has {len(s)} tokens ({len(s.prompt_ids)} prompt + {len(s.completion_ids)} completion), "
@@ -162,7 +172,8 @@ def pack(
 def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> MicroBatch:
     chosen = [sequences[row] for row in rows]
     lengths = [len(s) for s in chosen]
-    trained = [len(s.completion_ids) for s in chosen]
+    places = [s.trained() for s in chosen]
+    trained = [len(p) for p in places]
     total = sum(lengths)
     padding = max(1 - total, 0)
     if pad_to is not None:
@@ -171,7 +182,10 @@ def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> 
     ids = [token for s in chosen for token in (*s.prompt_ids, *s.completion_ids)] + [0] * padding
     starts = np.cumsum([0, *lengths])[:-1]
     # token j of a completion is predicted from the position before it
-    predict = [np.arange(start + n - t, start + n) - 1 for start, n, t in zip(starts, lengths, trained, strict=True)]
+    predict = [
+        np.asarray(p, np.int64) + (start + len(s.prompt_ids) - 1)
+        for start, s, p in zip(starts, chosen, places, strict=True)
+    ]
     per_sequence = {
         "sequence_N": torch.arange(len(rows)),
         "advantages_N": torch.tensor([s.advantage for s in chosen], dtype=torch.float32),
@@ -184,7 +198,9 @@ def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> 
         cu_seqlens=torch.from_numpy(np.cumsum([0, *spans]).astype(np.int32)),
         max_seqlen=max(spans),
         predict_N=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *predict]).astype(np.int64)),
-        targets_N=torch.tensor([token for s in chosen for token in s.completion_ids], dtype=torch.int64),
+        targets_N=torch.tensor(
+            [s.completion_ids[i] for s, p in zip(chosen, places, strict=True) for i in p], dtype=torch.int64
+        ),
         sampler_logprobs_N=torch.tensor([x for s in chosen for x in s.sampler_logprobs], dtype=torch.float32),
         lag_N=torch.tensor([x for s in chosen for x in s.lags], dtype=torch.int64),
         rows=rows,

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.record import Recorder
+from grpo.record import Recorder, turns
 from grpo.rollout.loader import Loader
 from grpo.types import Completion, Prompt, Sampling
 
@@ -33,7 +33,8 @@ class Evaluator:
         return {name: self._evaluate(name, prompts, step, version) for name, prompts in self.sets.items()}
 
     def _evaluate(self, name: str, prompts: list[Prompt], step: int, version: int) -> dict[str, Any]:
-        answers = self.loader.sample(prompts, self.sampling, self.samples, self.timeout)
+        groups = self.loader.sample(prompts, self.sampling, self.samples, self.timeout)
+        answers = [group.completions for group in groups]
         for completion in (c for row in answers for c in row):
             assert set(completion.versions) == {version}, (
                 f"evaluation at version {version} got tokens of versions {sorted(set(completion.versions))}"
@@ -45,11 +46,11 @@ class Evaluator:
             **summarize([[c.reward for c in row] for row in answers]),
             "samples": self.samples,
             "temperature": self.sampling.temperature,
-            "length_mean": _mean([len(c.token_ids) for row in answers for c in row]),
+            "length_mean": _mean([c.tokens for row in answers for c in row]),
             "truncated_fraction": _mean([float(c.truncated) for row in answers for c in row]),
             "time/elapsed_s": self.recorder.elapsed_s,
         }
-        rollouts = [_line(step, name, p, c) for p, row in zip(prompts, answers, strict=True) for c in row]
+        rollouts = [_line(step, name, group.prompt, c) for group in groups for c in group.completions]
         self.recorder.evaluation(line, rollouts)
         return line
 
@@ -123,9 +124,10 @@ def _line(step: int, name: str, prompt: Prompt, completion: Completion) -> dict[
         "row": prompt.row,
         "index": completion.index,
         "prompt": prompt.text,
-        "completion": completion.text,
+        "completion": completion.transcript,
         "reward": completion.reward,
         "rewards": completion.rewards,
-        "tokens": len(completion.token_ids),
+        "tokens": completion.tokens,
         "finish_reason": completion.finish_reason,
+        **turns(completion),
     }

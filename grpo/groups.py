@@ -41,7 +41,7 @@ class GroupRules:
     def judge(self, group: Group) -> str | None:
         """Why the group is discarded, or None. Adds the loss's length penalty to the rewards first."""
         for completion in group.completions:
-            penalty = self.loss.length_penalty(len(completion.token_ids))
+            penalty = self.loss.length_penalty(completion.tokens)
             if penalty and completion.reward is not None:
                 completion.rewards["overlong"] = penalty
                 completion.reward += penalty
@@ -120,10 +120,16 @@ def group_metrics(groups: list[Group]) -> dict[str, float]:
         if values:
             metrics[f"reward/{name}"] = sum(values) / len(values)
     if completions:
-        lengths = [len(c.token_ids) for c in completions]
+        lengths = [c.tokens for c in completions]
         metrics["completion/length_mean"] = sum(lengths) / len(lengths)
         metrics["completion/length_max"] = max(lengths)
         metrics["completion/truncated_fraction"] = sum(c.truncated for c in completions) / len(completions)
+        if any(c.turns for c in completions):
+            turns = [sum(turn.by_policy for turn in c.turns) or 1 for c in completions]
+            metrics["turns/mean"] = sum(turns) / len(turns)
+            metrics["turns/max"] = max(turns)
+            observed = sum(len(c.token_ids) - c.tokens for c in completions)
+            metrics["turns/observation_tokens_mean"] = observed / len(completions)
     equal = Counter(kind for g in groups if (kind := is_equal([c.reward for c in g.completions])) is not None)
     metrics["groups/zero_variance"] = equal.total()
     metrics |= {f"groups/{kind}": equal[kind] for kind in ("all_right", "all_wrong")}

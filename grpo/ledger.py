@@ -3,7 +3,8 @@
     generated = trained + masked + discarded + in flight
 
 "Generated" is what an answer has brought to us; tokens of a request that was cut off (a dropped socket, a dead
-server) are never seen and never counted. Evaluation has its own count and never enters.
+server) are never seen and never counted, nor are observations, which an environment wrote. Evaluation has its own count
+and never enters.
 
 The loader's thread calls `receive`, the trainer's thread calls `settle`; both hold the lock.
 """
@@ -37,7 +38,7 @@ class Ledger:
     def settle_completion(self, completion: Completion, outcome: str) -> None:
         assert completion.outcome == IN_FLIGHT, f"settled twice: {completion.outcome}, then {outcome}"
         completion.outcome = outcome
-        self.settle(outcome, len(completion.token_ids))
+        self.settle(outcome, completion.tokens)
 
     def accounts(self) -> dict[str, int]:
         """The settled accounts, for a checkpoint."""

@@ -43,10 +43,11 @@ class Prover:
         sampling = Sampling(self.temperature, PROBE_TOKENS, seed=None)
         worst, total, count = 0.0, 0.0, 0
         for url in self.urls:
-            answers = self.loader.sample(prompts, sampling, 1, self.timeout, score=False, url=url)
+            groups = self.loader.sample(prompts, sampling, 1, self.timeout, probe=True, url=url)
             sequences = [
-                Sequence(p.token_ids, c.token_ids, c.logprobs, [0] * len(c.token_ids), 0.0, 0.0)
-                for p, (c,) in zip(prompts, answers, strict=True)
+                Sequence(g.prompt.token_ids, c.token_ids, c.logprobs, [0] * c.tokens, 0.0, 0.0)
+                for g in groups
+                for c in g.completions
             ]
             ours: list[float] = []
             theirs: list[float] = []
@@ -55,7 +56,7 @@ class Prover:
                     logprobs_N = self.policy.logprobs(mb.to(self.policy.device), self.temperature)[0]
                 ours += logprobs_N.tolist()
                 theirs += mb.sampler_logprobs_N.tolist()
-            versions = [v for (c,) in answers for v in c.versions]
+            versions = [v for g in groups for c in g.completions for v in c.versions]
             verify(ours=ours, theirs=theirs, versions=versions, version=version, dtype=self.dtype, url=url)
             differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
             worst, total, count = max(worst, *differences), total + sum(differences), count + len(differences)

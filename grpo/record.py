@@ -15,12 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo.types import Group
+from grpo.types import Completion, Group
 
 log = logging.getLogger(__name__)
 
@@ -146,16 +147,17 @@ class Recorder:
                 "index": c.index,
                 "row": group.prompt.row,
                 "prompt": group.prompt.text,
-                "completion": c.text,
+                "completion": c.transcript,
                 "reward": c.reward,
                 "rewards": c.rewards,
                 "advantage": c.advantage,
                 "version_first": c.version_first,
                 "version_last": c.version_last,
                 "lag": version - c.version_first,
-                "tokens": len(c.token_ids),
+                "tokens": c.tokens,
                 "finish_reason": c.finish_reason,
                 "outcome": c.outcome,
+                **turns(c),
             }
             for group in groups
             for c in group.completions
@@ -226,6 +228,11 @@ class Recorder:
                         if name == "metrics.jsonl":
                             self._seconds_before = float(line.get("time/elapsed_s") or 0.0)
             write_atomic(path, "".join(line + "\n" for line in kept))
+
+
+def turns(completion: Completion) -> dict[str, Any]:
+    """The turns of a completion for its line; nothing for one without an environment."""
+    return {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
 
 
 FILES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl", "eval_rollouts.jsonl")

@@ -92,7 +92,7 @@ class TrainStep:
     ) -> list[tuple[MicroBatch, list[str]]]:
         """The micro-batches of one optimizer step, each with the names of its samples; [] if nothing is trained."""
         chosen = [(g, c) for g, c in part if outcomes[id(c)] == TRAINED]
-        lengths = [len(c.token_ids) if outcomes[id(c)] == TRAINED else 0 for _, c in part]
+        lengths = [c.tokens if outcomes[id(c)] == TRAINED else 0 for _, c in part]
         weights = [w for w, n in zip(self.loss.sequence_weights(lengths, len(part)), lengths, strict=True) if n]
         sequences = []
         for (group, completion), weight in zip(chosen, weights, strict=True):
@@ -105,6 +105,7 @@ class TrainStep:
                     lags=[version - v for v in completion.versions],
                     advantage=completion.advantage,
                     weight=weight,
+                    mask=completion.mask if completion.turns else None,
                 )
             )
         if not sequences:

@@ -191,7 +191,7 @@ class Trainer:
         self.sampler_idle_s += max(0.0, wall_s - activity.busy_s)
         generated = tokens["generated"] - self.generated_before
         self.generated_before = tokens["generated"]
-        trained = sum(len(c.token_ids) for g in groups for c in g.completions if c.outcome == "trained")
+        trained = sum(c.tokens for g in groups for c in g.completions if c.outcome == "trained")
         line: dict[str, Any] = {
             "step": self.step,
             "version": version,

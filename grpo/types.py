@@ -30,12 +30,27 @@ class Prompt:
     columns: dict[str, Any]
 
 
+@dataclass(slots=True, frozen=True)
+class Turn:
+    """A stretch of a completion: an answer of the policy, or what its environment put after one (an observation)."""
+
+    by_policy: bool
+    tokens: int
+    text: str
+
+
 @dataclass(slots=True)
 class Completion:
-    """One sampled completion: ids, logprobs and weight versions as the server gave them, one of each per token.
+    """What follows a prompt: the ids that the server sampled, and, between turns, those of observations.
 
-    `logprobs` are natural logarithms under the distribution that was sampled (temperature applied). `versions[i]` is
-    the number of the weight sync whose weights sampled token i. `finish_reason` is "stop" or "length".
+    `logprobs` and `versions` have one entry for each *sampled* token, in order, as the server gave them; an observation
+    has neither, so that nothing can train or count it by mistake. `logprobs` are natural logarithms under the
+    distribution that was sampled (temperature applied). `versions[i]` is the number of the weight sync whose weights
+    sampled token i. `finish_reason` is "stop", "length" (the answer or the whole was cut) or "turns" (there were too
+    many).
+
+    `turns` is empty without an environment: then every token was sampled. `text` is the policy's last answer, which is
+    what rewards read. `earned` is the sum of what the environment gave; None is "not scored".
     """
 
     group: int
@@ -49,10 +64,29 @@ class Completion:
     rewards: dict[str, float | None] = field(default_factory=dict)
     advantage: float | None = None
     outcome: str = IN_FLIGHT
+    turns: list[Turn] = field(default_factory=list)
+    earned: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens, the only ones that are trained, counted or booked."""
+        return len(self.logprobs) if self.turns else len(self.token_ids)
+
+    @property
+    def mask(self) -> list[bool]:
+        """For each of `token_ids`: was it sampled by the policy?"""
+        if not self.turns:
+            return [True] * len(self.token_ids)
+        return [turn.by_policy for turn in self.turns for _ in range(turn.tokens)]
+
+    @property
+    def transcript(self) -> str:
+        """All of it, for people: answers and observations."""
+        return "".join(turn.text for turn in self.turns) if self.turns else self.text
 
     @property
     def version_first(self) -> int:
-        """The oldest version among the tokens: the completion's lag counts from it (law 1)."""
+        """The oldest version among the sampled tokens: the completion's lag counts from it (law 1)."""
         return min(self.versions)
 
     @property
@@ -61,7 +95,8 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        """Ended by a limit, not by the policy or its environment."""
+        return self.finish_reason != "stop"
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import pytest
 
 from grpo.evaluate import Evaluator, bootstrap, pass_at_k, summarize, wilson
 from grpo.record import Recorder
-from grpo.types import Completion, Prompt, Sampling
+from grpo.types import Completion, Group, Prompt, Sampling
 
 
 def test_wilson_by_hand() -> None:
@@ -64,11 +64,15 @@ class Answers:
     version: int
     asked: list[Any] = field(default_factory=list)
 
-    def sample(self, prompts: list[Prompt], sampling: Sampling, count: int, timeout: float) -> list[list[Completion]]:
+    def sample(self, prompts: list[Prompt], sampling: Sampling, count: int, timeout: float) -> list[Group]:
         self.asked.append((len(prompts), sampling.temperature, count))
         return [
-            [Completion(-1, i, [4, 1], [-1.0, -1.0], [self.version] * 2, "stop", reward=1.0) for i in range(count)]
-            for _ in prompts
+            Group(
+                -1,
+                prompt,
+                [Completion(-1, i, [4, 1], [-1.0, -1.0], [self.version] * 2, "stop", reward=1.0) for i in range(count)],
+            )
+            for prompt in prompts
         ]
 
 

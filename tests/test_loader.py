@@ -323,8 +323,8 @@ def test_what_is_sampled_for_evaluation_never_enters_the_stream_or_the_ledger(se
         before = loader.ledger.totals()
         prompts = [p for i in range(3) if (p := loader.source.prompt(i)) is not None]
         answers = loader.sample(prompts, Sampling(1.0, 4, None, (), (1,)), 2, timeout=10)
-        assert [len(row) for row in answers] == [2, 2, 2]
-        assert all(c.reward == len(c.token_ids) for row in answers for c in row)
+        assert [len(g.completions) for g in answers] == [2, 2, 2]
+        assert all(c.reward == len(c.token_ids) for g in answers for c in g.completions)
         assert loader.ledger.totals() == before
 
 

@@ -84,7 +84,7 @@ class Length(Reward):
         above(0, self.key, target=self.target, scale=self.scale)
 
     async def score(self, prompt: Prompt, completion: Completion) -> float:
-        length = len(completion.token_ids) if self.unit == "tokens" else len(completion.text)
+        length = completion.tokens if self.unit == "tokens" else len(completion.text)
         return -abs(length - self.target) / self.scale
 
 
@@ -107,5 +107,5 @@ class Overlong(Reward):
             raise ValueError(f"{self.key}.cache={self.cache}: must be below max_tokens={self.max_tokens}")
 
     async def score(self, prompt: Prompt, completion: Completion) -> float:
-        length = self.max_tokens if completion.truncated else len(completion.token_ids)
+        length = self.max_tokens if completion.truncated else completion.tokens
         return max(-1.0, min(0.0, (self.max_tokens - self.cache - length) / self.cache))

@@ -1,8 +1,8 @@
 """The async rollout loader: keeps the servers busy while the trainer steps, and hands over groups in stream order.
 
 It owns one thread with one event loop, in which everything asynchronous lives: the HTTP session, the admission, one
-task per group, the rewards. The trainer's thread only calls the methods under "called from the trainer's thread";
-a group that has been handed over is never touched here again.
+task per group, one episode (episode.py) per completion, the rewards. The trainer's thread only calls the methods under
+"called from the trainer's thread"; a group that has been handed over is never touched here again.
 
 | who waits | for | unblocked by | deadline |
 | --- | --- | --- | --- |
@@ -15,16 +15,18 @@ An exception in any task is kept and raised in the trainer's thread at its next 
 """
 
 import asyncio
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo.ledger import Ledger
+from grpo.rollout.activity import Activity, Meter
 from grpo.rollout.admission import Admission
-from grpo.rollout.client import Client
+from grpo.rollout.client import Client, Sampled
+from grpo.rollout.episode import Environments, EpisodeLost, Session, extend, play, seed_of
 from grpo.rollout.errors import InvalidAnswer, RequestRefused
 from grpo.types import Completion, Group, Prompt, PromptSource, Sampling
 
@@ -45,22 +47,12 @@ class StreamEnded(Exception):  # noqa: N818 (an ending, not an error)
     """There are no more groups: the data set's epochs are over."""
 
 
-@dataclass(slots=True)
-class Activity:
-    """How busy the servers were. Written in the loop, read and reset by the trainer under the loader's lock."""
-
-    requests: int = 0
-    invalid: int = 0
-    busy_s: float = 0.0  # seconds with at least one open request
-    open_s: float = 0.0  # integral of open requests over time
-    since: float = field(default_factory=time.monotonic)
-
-
 class Loader:
     """See the module's docstring.
 
     source: the prompt stream. client: not yet entered; the loop enters and closes it. scorer: the rewards.
-    sampling: everything but the seed, which is made from (seed, group, index); the seed is left out when
+    environments: what answers the policy between turns; None: every completion is one turn.
+    sampling: everything but the seed, which is made from (seed, group, index, turn); the seed is left out when
     `seeded` is false (a per-request generator costs a GPU server time).
     judge: tells why a finished group must leave the stream (equal rewards), or None to keep it.
     start_group: place in the stream of the first group (after a resume: groups consumed). watch: called twice a
@@ -73,6 +65,7 @@ class Loader:
         source: PromptSource,
         client: Client,
         scorer: Scorer,
+        environments: Environments | None = None,
         admission: Admission,
         ledger: Ledger,
         sampling: Sampling,
@@ -88,6 +81,7 @@ class Loader:
         self.source = source
         self.client = client
         self.scorer = scorer
+        self.environments = environments
         self.admission = admission
         self.ledger = ledger
         self.sampling = sampling
@@ -106,9 +100,8 @@ class Loader:
         self._failure: BaseException | None = None
         self._closing = False
         self._invalid_in_a_row = 0
-        self._activity = Activity()
-        self._last_change = time.monotonic()
-        self._lock = threading.Lock()  # guards _done, _open, _ended, _failure, _activity
+        self._meter = Meter()
+        self._lock = threading.Lock()  # guards _done, _open, _ended, _failure, _meter
         self._ready = threading.Condition(self._lock)
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
@@ -181,32 +174,49 @@ class Loader:
         count: int,
         timeout: float,
         *,
-        score: bool = True,
+        probe: bool = False,
         url: str | None = None,
-    ) -> list[list[Completion]]:
+    ) -> list[Group]:
         """Completions outside the stream (evaluation, probes): `count` per prompt, never in the ledger.
 
         The seeds depend on the prompts' places in the list only, so every evaluation draws the same random numbers.
-        `url` names the server to ask; by default the least busy one.
+        probe: one turn and no reward. `url` names the server to ask; by default the least busy one.
         """
 
-        async def one(position: int, prompt: Prompt, index: int) -> Completion:
-            seeded = self._with_seed(sampling, f"sample-{position}", index)
-            answer = await self.client.generate(
-                prompt.token_ids,
-                seeded,
-                request_id=f"sample-{self.seed}-{position}-{index}-{time.monotonic_ns()}",
-                url=url,
-            )
-            completion = Completion(-1, index, answer.token_ids, answer.logprobs, answer.versions, answer.finish_reason)
-            completion.text = self.decode(answer.token_ids)
-            if score:
+        async def one(place: str, prompt: Prompt, index: int, session: Session | None) -> Completion:
+            async def ask(ids: list[int], turn_sampling: Sampling, turn: int) -> Sampled:
+                return await self.client.generate(
+                    ids,
+                    self._seeded(turn_sampling, place, index, turn),
+                    request_id=f"{place}-{self.seed}-{index}-{turn}-{time.monotonic_ns()}",
+                    url=url,
+                )
+
+            completion = Completion(-1, index, [], [], [], "")
+            try:
+                await play(
+                    completion,
+                    prompt,
+                    sampling,
+                    session,
+                    ask=ask,
+                    decode=self.decode,
+                    arrived=partial(extend, completion),
+                )
+            finally:
+                if session is not None:
+                    await session.close()
+            if not probe:
                 await self.scorer.score(prompt, completion)
             return completion
 
-        async def everything() -> list[list[Completion]]:
-            flat = await asyncio.gather(*(one(p, prompt, i) for p, prompt in enumerate(prompts) for i in range(count)))
-            return [flat[p * count : (p + 1) * count] for p in range(len(prompts))]
+        async def all_of(position: int, prompt: Prompt) -> Group:
+            prompt, sessions = await self._begin(prompt, count, self.environments if not probe else None)
+            place = f"sample-{position}"
+            return Group(-1, prompt, await asyncio.gather(*(one(place, prompt, i, s) for i, s in enumerate(sessions))))
+
+        async def everything() -> list[Group]:
+            return await asyncio.gather(*(all_of(p, prompt) for p, prompt in enumerate(prompts)))
 
         return self.run(everything(), timeout)
 
@@ -222,14 +232,12 @@ class Loader:
         """
         with self._lock:
             groups = [g.completions for g in self._done.values()] + list(self._open.values())
-            return sum(len(c.token_ids) for completions in groups for c in completions), self.ledger.totals()
+            return sum(c.tokens for completions in groups for c in completions), self.ledger.totals()
 
     def take_activity(self) -> Activity:
         """What happened since the last call."""
         with self._lock:
-            self._account_open()
-            taken, self._activity = self._activity, Activity()
-            return taken
+            return self._meter.take()
 
     def close(self) -> None:
         """Cancel what is open, close the session, end the thread. Safe to call twice and after a failure."""
@@ -278,7 +286,6 @@ class Loader:
                     self._ended = True
                     self._ready.notify_all()
                     return
-                self._account_open()
                 self.admission.admit(self.group_size)
                 self._open[self._next_admitted] = []
             task = asyncio.create_task(self._group(self._next_admitted, prompt))
@@ -292,15 +299,20 @@ class Loader:
             self._fail(error)
 
     async def _group(self, index: int, prompt: Prompt) -> None:
-        results = await asyncio.gather(*(self._completion(index, prompt, i) for i in range(self.group_size)))
-        group = Group(index, prompt, [c for c in results if isinstance(c, Completion)])
-        refused = next((r for r in results if isinstance(r, RequestRefused)), None)
-        if refused is not None:
-            group.discarded = "refused"
-        elif not group.completions:
-            group.discarded = "invalid"
+        try:
+            prompt, sessions = await self._begin(prompt, self.group_size, self.environments)
+        except EpisodeLost as lost:
+            with self._lock:
+                for _ in range(self.group_size):
+                    self.admission.close_request()
+            group = Group(index, prompt, [], lost.reason)
         else:
-            group.discarded = self.judge(group)
+            results = await asyncio.gather(*(self._completion(index, prompt, i, s) for i, s in enumerate(sessions)))
+            group = Group(index, prompt, [c for c in results if isinstance(c, Completion)])
+            if any(isinstance(result, RequestRefused) for result in results):
+                group.discarded = "refused"
+            else:
+                group.discarded = self.judge(group) if group.completions else "invalid"
         with self._ready:
             del self._open[index]
             self._done[index] = group
@@ -309,37 +321,68 @@ class Loader:
             self._ready.notify_all()
         self._wake.set()
 
-    async def _completion(self, group: int, prompt: Prompt, index: int) -> Completion | RequestRefused | None:
-        """One completion of a group; None when its answer could not be used, the error when it was refused."""
-        try:
-            answer = await self.client.generate(
-                prompt.token_ids,
-                self._with_seed(self.sampling, group, index),
-                request_id=f"{self.seed}-{group}-{index}",
-            )
+    async def _begin(
+        self, prompt: Prompt, count: int, environments: Environments | None
+    ) -> tuple[Prompt, list[Session | None]]:
+        return (prompt, [None] * count) if environments is None else await environments.begin(prompt, count)
+
+    async def _completion(
+        self, group: int, prompt: Prompt, index: int, session: Session | None
+    ) -> Completion | RequestRefused | None:
+        """One completion of a group; None when an answer could not be used, the error when one was refused."""
+
+        async def ask(ids: list[int], sampling: Sampling, turn: int) -> Sampled:
+            request_id = f"{self.seed}-{group}-{index}" + (f"-{turn}" if turn else "")
+            with self._lock:
+                self._meter.opened()
+            try:
+                return await self.client.generate(
+                    ids, self._seeded(sampling, group, index, turn), request_id=request_id
+                )
+            finally:
+                with self._lock:
+                    self._meter.closed()
+
+        def arrived(answer: Sampled) -> None:
             self._invalid_in_a_row = 0
+            with self._lock:
+                self.ledger.receive(len(answer.token_ids))
+                extend(completion, answer)
+
+        completion = Completion(group, index, [], [], [], "")
+        with self._lock:
+            self._open[group].append(completion)
+        try:
+            await play(completion, prompt, self.sampling, session, ask=ask, decode=self.decode, arrived=arrived)
         except RequestRefused as refused:
+            self._drop(completion, "discarded:refused")
             return refused
         except InvalidAnswer as invalid:
+            self._drop(completion, f"discarded:invalid:{invalid.reason}")
             self._count_invalid(invalid)
             return None
+        except EpisodeLost as lost:
+            self._drop(completion, f"discarded:{lost.reason}")
+            return None
         finally:
+            if session is not None:
+                await session.close()
             with self._lock:
-                self._account_open()
                 self.admission.close_request()
-                self._activity.requests += 1
             self._wake.set()
-        completion = Completion(group, index, answer.token_ids, answer.logprobs, answer.versions, answer.finish_reason)
-        with self._lock:
-            self.ledger.receive(len(completion.token_ids))
-            self._open[group].append(completion)
-        completion.text = self.decode(completion.token_ids)
         await self.scorer.score(prompt, completion)
         return completion
 
+    def _drop(self, completion: Completion, account: str) -> None:
+        """A completion that cannot go on: what it has so far leaves the books here, as nobody else will see it."""
+        with self._lock:
+            self._open[completion.group] = [c for c in self._open[completion.group] if c is not completion]
+            if completion.tokens:
+                self.ledger.settle(account, completion.tokens)
+
     def _count_invalid(self, invalid: InvalidAnswer) -> None:
         with self._lock:
-            self._activity.invalid += 1
+            self._meter.invalid()
             self.ledger.receive(invalid.tokens)
             self.ledger.settle(f"discarded:invalid:{invalid.reason}", invalid.tokens)
         self._invalid_in_a_row += 1
@@ -350,17 +393,8 @@ class Loader:
                 tokens=0,
             )
 
-    def _with_seed(self, sampling: Sampling, group: int | str, index: int) -> Sampling:
-        """A seed of its own for every completion: equal prompt and seed would give equal completions."""
-        digest = hashlib.blake2b(f"{self.seed}/{group}/{index}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> 11  # 53 bits: exact in any JSON reader
-        return Sampling(
-            sampling.temperature,
-            sampling.max_tokens,
-            seed if self.seeded else None,
-            sampling.stop,
-            sampling.stop_token_ids,
-        )
+    def _seeded(self, sampling: Sampling, place: int | str, index: int, turn: int) -> Sampling:
+        return replace(sampling, seed=seed_of(self.seed, place, index, turn) if self.seeded else None)
 
     async def _watch(self) -> None:
         try:
@@ -391,12 +425,6 @@ class Loader:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _account_open(self) -> None:
-        now = time.monotonic()
-        elapsed, self._last_change = now - self._last_change, now
-        self._activity.open_s += elapsed * self.admission.open_requests
-        self._activity.busy_s += elapsed * (self.admission.open_requests > 0)
 
     def _where(self) -> str:
         """Where each side waits, for a message."""
