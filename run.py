@@ -169,6 +169,7 @@ def make(
     from grpo.seeds import seed_everything
     from grpo.step import TrainStep
     from grpo.sync import make_sync
+    from grpo.token_record import TokenRecorder, replay_facts
     from grpo.trainer import Trainer
     from grpo.types import Sampling
 
@@ -227,6 +228,8 @@ def make(
         limit=rollout.zero_variance_batches * plan.groups_per_step,
     )
     scorer = stack.enter_context(plan.data.rewards())
+    if train.record_tokens:
+        recorder.tokens = TokenRecorder(folder, replay_facts(config, scorer.weights))
     loader = Loader(
         source=data.train,
         client=client,

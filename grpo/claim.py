@@ -21,6 +21,7 @@ from typing import Any
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
+from grpo import token_record
 from grpo.record import FILES
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | No
         elif again:
             for name in (*FILES, "summary.json"):
                 (folder / name).unlink(missing_ok=True)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            for name in ("checkpoints", token_record.FOLDER):
+                shutil.rmtree(folder / name, ignore_errors=True)
         else:
             _begin(folder)
         save_config(folder, cfg, hydra)

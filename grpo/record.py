@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo import token_record
 from grpo.types import Completion, Group
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Recorder:
         self.folder = folder
         self.mirror: Mirror = mirror or NoMirror()
         self.times: dict[str, float] = {}  # seconds by part of the run, for the summary
+        self.tokens: token_record.TokenRecorder | None = None  # train.record_tokens
         self._mirror_failed = False
         self._seconds_before = 0.0  # of the runs that this one resumes
         self.first_evals: dict[str, dict[str, Any]] = {}  # by name; of a resumed run, where it began
@@ -138,8 +140,8 @@ class Recorder:
         self.write_status(durable=False)  # a wait for the disk at every step would cost as much as a small step
         self._mirrored("metrics", line)
 
-    def rollouts(self, step: int, groups: Iterable[Group], version: int) -> None:
-        """One line per completion of the groups that this step consumed, trained or not."""
+    def rollouts(self, step: int, groups: Sequence[Group], version: int) -> None:
+        """One line per completion of the groups that this step consumed, trained or not; their tokens, if asked for."""
         lines = [
             {
                 "step": step,
@@ -163,6 +165,8 @@ class Recorder:
             for c in group.completions
         ]
         self._append("rollouts.jsonl", lines)
+        if self.tokens is not None:
+            self.tokens.write(step, version, groups)
         self._mirrored("rollouts", step, lines)
 
     def evaluation(self, line: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
@@ -213,6 +217,7 @@ class Recorder:
 
     def _cut_back(self, step: int) -> None:
         """Drop lines of steps after `step` (a killed run was ahead of its last checkpoint) and a cut last line."""
+        token_record.cut_back(self.folder, step)
         for name in FILES:
             path = self.folder / name
             if not path.exists():

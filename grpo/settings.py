@@ -55,6 +55,7 @@ class Train(Checked):
     eval_temperature: float
     checkpoint_every: int
     keep_checkpoints: int
+    record_tokens: bool
     wait_timeout: float
     threads: int | None
 

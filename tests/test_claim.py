@@ -120,6 +120,8 @@ def test_checkpoints_after_the_one_that_is_resumed_are_of_another_timeline(tmp_p
 
 def test_a_job_begun_again_starts_from_nothing(tmp_path: Path) -> None:
     folder = begun(tmp_path / "0", checkpoints=(2,))
+    (folder / "tokens").mkdir()
+    (folder / "tokens" / "step_000001.safetensors").touch()
     (folder / "run.log").write_text("why it failed\n")
     with claim(folder, *config(), None, again=True):
         assert sorted(p.name for p in folder.iterdir()) == [".hydra", "run.log", "status.json"]
