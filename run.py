@@ -21,6 +21,7 @@ from grpo import cli, preflight, sweep
 from grpo.claim import claim, discard, task_overrides
 
 if TYPE_CHECKING:
+    from grpo.evaluate import Evaluation
     from grpo.record import Recorder
     from grpo.trainer import Trainer
 
@@ -70,14 +71,14 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     position = cli.position(resume) if resume else None
     recorder = Recorder(
         folder,
-        steps=plan.train.steps,
+        steps=0 if plan.evaluating else plan.train.steps,
         mirror=plan.mirror,
         facts=facts,
         resumed_at=position["step"] if position else None,
         config=config,
     )
     started = time.monotonic()
-    trainer: Trainer | None = None
+    trainer: Trainer | Evaluation | None = None
     failure: BaseException | None = None
     state, reason = "failed", ""
     with Signals() as signals:
@@ -85,7 +86,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
             with contextlib.ExitStack() as stack:
                 try:
                     trainer = make(plan, config, folder, recorder, signals, stack, resume)
-                    signals.deferred = True
+                    signals.deferred = not plan.evaluating  # which has no step to finish
                     reason = trainer.run()
                     state = "finished"
                 except Interrupted as ending:
@@ -126,7 +127,7 @@ def make(
     signals: Any,
     stack: contextlib.ExitStack,
     resume: Path | None,
-) -> "Trainer":
+) -> "Trainer | Evaluation":
     """Every object of a run, wired. What must be closed is closed by `stack`, in reverse order."""
     from grpo.progress import Display
     from grpo.rollout.server import launch_servers
@@ -156,7 +157,7 @@ def make(
     from transformers.utils import logging as transformers_logging
 
     from grpo import checkpoint
-    from grpo.evaluate import Evaluator
+    from grpo.evaluate import Evaluation, Evaluator
     from grpo.groups import GroupRules
     from grpo.ledger import Ledger
     from grpo.model import Policy
@@ -180,7 +181,9 @@ def make(
         torch.set_num_threads(train.threads or max(1, len(os.sched_getaffinity(0)) // 2))
     tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
     data = plan.data.load(tokenizer, seed)
-    recorder.update_status(data=data.report)
+    recorder.update_status(data=data.report, model=plan.model_path)
+    if plan.evaluating and not data.evals:
+        raise ValueError("data: has no held-out rows, so mode=eval has nothing to evaluate; set data.eval_rows")
     state = checkpoint.load(resume) if resume is not None else None
     position = state["progress"] if state else {}
     policy = Policy(
@@ -190,22 +193,25 @@ def make(
         checkpointing=model.checkpointing,  # type: ignore[arg-type]
         compile=plan.device != "cpu" if model.compile == "auto" else bool(model.compile),
         tokenizer=tokenizer,
+        trainable=not plan.evaluating,
     )
-    reference = None
-    if plan.loss.needs_reference:
+    reference: Policy | None = None
+    optimizer: Optimizer | None = None
+    if plan.loss.needs_reference and not plan.evaluating:
         reference = Policy(plan.model_path, dtype=model.dtype, device=plan.device, trainable=False)
-    optimizer = Optimizer(
-        policy.parameters(),
-        lr=model.lr,
-        kind=model.optimizer,  # type: ignore[arg-type]
-        weight_decay=model.weight_decay,
-        betas=(model.betas[0], model.betas[1]),
-        max_grad_norm=train.max_grad_norm,
-        warmup_steps=model.warmup_steps,
-        schedule=model.schedule,  # type: ignore[arg-type]
-        total_steps=train.steps * train.minibatches,
-    )
-    if state:
+    if not plan.evaluating:
+        optimizer = Optimizer(
+            policy.parameters(),
+            lr=model.lr,
+            kind=model.optimizer,  # type: ignore[arg-type]
+            weight_decay=model.weight_decay,
+            betas=(model.betas[0], model.betas[1]),
+            max_grad_norm=train.max_grad_norm,
+            warmup_steps=model.warmup_steps,
+            schedule=model.schedule,  # type: ignore[arg-type]
+            total_steps=train.steps * train.minibatches,
+        )
+    if state and optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
         checkpoint.set_rng_state(state["rng"])
     recorder.add_time("load_model", time.monotonic() - clock)
@@ -264,19 +270,6 @@ def make(
         folder=folder,
     )
     stack.callback(weights.close)
-    step_fn = TrainStep(
-        policy=policy,
-        reference=reference,
-        optimizer=optimizer,
-        loss=plan.loss,
-        ledger=ledger,
-        temperature=rollout.temperature,
-        minibatches=train.minibatches,
-        tokens_per_microbatch=train.tokens_per_microbatch,
-        reward_weights=scorer.weights,
-        pad_to=policy.pad_to,
-        check=loader.check,
-    )
     evaluator = Evaluator(
         loader=loader,
         recorder=recorder,
@@ -294,6 +287,29 @@ def make(
         dtype=model.dtype,
         seed=seed,
         timeout=sync.timeout,
+    )
+    if optimizer is None:
+        return Evaluation(
+            loader=loader,
+            weights=weights,
+            prove=prove,
+            evaluator=evaluator,
+            recorder=recorder,
+            ledger=ledger,
+            display=display,
+        )
+    step_fn = TrainStep(
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        loss=plan.loss,
+        ledger=ledger,
+        temperature=rollout.temperature,
+        minibatches=train.minibatches,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        reward_weights=scorer.weights,
+        pad_to=policy.pad_to,
+        check=loader.check,
     )
     return Trainer(
         step_fn=step_fn,

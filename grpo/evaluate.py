@@ -6,9 +6,13 @@ straddled a sync would be of no policy at all, and is an error.
 
 import math
 import random
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+from grpo.ledger import Ledger
+from grpo.progress import Display
 from grpo.record import Recorder, turns
 from grpo.rollout.loader import Loader
 from grpo.types import Completion, Prompt, Sampling
@@ -53,6 +57,37 @@ class Evaluator:
         rollouts = [_line(step, name, group.prompt, c) for group in groups for c in group.completions]
         self.recorder.evaluation(line, rollouts)
         return line
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """mode=eval: no training. The model is synced to the servers as version 0 and proven, as a training run begins, so
+    that what is evaluated is `model.path` whatever the servers held before; then every set, once."""
+
+    loader: Loader
+    weights: Any  # a `WeightSync`
+    prove: Callable[[int], dict[str, float]]
+    evaluator: Evaluator
+    recorder: Recorder
+    ledger: Ledger
+    display: Display
+    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> str:
+        """Says what was done. Raises what fails."""
+        started = time.monotonic()
+        self.weights.sync(0)
+        self.recorder.update_status(proof=self.prove(0))
+        synced = time.monotonic()
+        for name, line in self.evaluator(0, 0).items():
+            self.evals[name] = {"before": line, "after": line}
+            self.display.evaluation(name, line)
+        self.totals = {"time/sync_s": synced - started, "time/evaluation_s": time.monotonic() - synced}
+        return "every held-out set evaluated"
+
+    def try_save(self) -> None:
+        """Nothing was trained."""
 
 
 def summarize(rewards: list[list[float | None]]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ CONNECT_TIMEOUT = 2  # seconds for a server's port
 ROOT_KEYS = {
     "seed": (int, "a whole number from 0 to 4294967295"),
     "name": (str, "a name"),
+    "mode": (str, "train or eval"),
     "dry_run": (bool, "true or false"),
 }
 GROUPS = ("train", "model", "data", "rollout", "loss", "sync", "track")
@@ -45,7 +46,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Plan:
-    """What will be run. `data`, `loss` and `mirror` are the built objects, `sync_backend` what `auto` has become."""
+    """What will be run. `data`, `loss` and `mirror` are the built objects, `sync_backend` what `auto` has become.
+    `evaluating`: mode=eval, no training."""
 
     train: Train
     model: Model
@@ -61,10 +63,19 @@ class Plan:
     sync_reason: str
     context: int
     groups_per_step: int
+    evaluating: bool
 
     def lines(self) -> list[str]:
         """The plan, for people."""
         train, rollout = self.train, self.rollout
+        if self.evaluating:
+            work = [f"evaluate  {train.eval_samples} sample(s) a prompt at temperature {train.eval_temperature:g}"]
+        else:
+            work = [
+                f"batch     {train.batch_size} completions = {self.groups_per_step} groups a step, "
+                f"{train.minibatches} optimizer step(s) each; {train.steps} steps, lr {self.model.lr:g}",
+                f"loss      {type(self.loss).__name__}: advantage {self.loss.advantage}, {self.loss.aggregation}",
+            ]
         where = ", ".join(rollout.urls) if rollout.urls else f"{rollout.servers} launched on {rollout.host}"
         return [
             f"model     {self.model_path} ({self.model_config.get('model_type')}, {self.model.dtype}) on {self.device}",
@@ -72,9 +83,7 @@ class Plan:
             f"{self.data.max_tokens} tokens, context {self.context}",
             f"rollout   {where}; groups of {rollout.group_size}, max_staleness {rollout.max_staleness}, "
             f"<= {rollout.max_inflight} requests open",
-            f"batch     {train.batch_size} completions = {self.groups_per_step} groups a step, "
-            f"{train.minibatches} optimizer step(s) each; {train.steps} steps, lr {self.model.lr:g}",
-            f"loss      {type(self.loss).__name__}: advantage {self.loss.advantage}, {self.loss.aggregation}",
+            *work,
             f"sync      {self.sync_backend} ({self.sync_reason}), pause {self.sync.pause}, "
             f"proven every {self.sync.verify_every} syncs",
         ]
@@ -95,6 +104,8 @@ def check(cfg: DictConfig, root: Path) -> Plan:
     mirror = build(cfg.track, "track", object)
     check_track(cfg.track)
     data.check()
+    if cfg.mode == "eval":
+        check_evaluation(cfg, data)
     path = resolve_model(model.path, root)
     config = read_config(path)
     context = int(config.get("max_position_embeddings") or 0)
@@ -131,6 +142,7 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         sync_reason=reason,
         context=context,
         groups_per_step=train.batch_size // rollout.group_size,
+        evaluating=cfg.mode == "eval",
     )
 
 
@@ -155,6 +167,8 @@ def check_root(cfg: DictConfig, root: Path) -> None:
             raise ValueError(f"{key}={cfg[key]!r}: expected {expected}")
     if not 0 <= cfg.seed < 2**32:
         raise ValueError(f"seed={cfg.seed}: expected {ROOT_KEYS['seed'][1]}")
+    if cfg.mode not in ("train", "eval"):
+        raise ValueError(f"mode={cfg.mode!r}: expected {ROOT_KEYS['mode'][1]}")
     if not re.fullmatch(r"[\w.+=,-]+", cfg.name) or cfg.name.startswith("."):
         raise ValueError(f"name={cfg.name!r}: it becomes part of a folder's name; letters, digits and . _ - + = , only")
 
@@ -162,6 +176,16 @@ def check_root(cfg: DictConfig, root: Path) -> None:
 def _choices(root: Path, group: str) -> str:
     names = sorted(p.stem for p in (root / "conf" / group).glob("[!_]*.yaml"))
     return f"; choose {group}=<one of {', '.join(names)}>" if names else ""
+
+
+def check_evaluation(cfg: DictConfig, data: Any) -> None:
+    """What mode=eval alone asks for."""
+    if cfg.resume is not None:
+        raise ValueError(
+            f"resume={cfg.resume}: mode=eval has nothing to go on with; to evaluate that run: model.path={cfg.resume}"
+        )
+    if getattr(data, "eval_rows", 1) == 0:
+        raise ValueError("data.eval_rows=0: mode=eval has nothing to evaluate; give the rows of each held-out set")
 
 
 def check_batch(train: Train, model: Model, rollout: Rollout) -> None:
@@ -241,9 +265,14 @@ def _wrong_keys(name: str, message: str) -> str:
 
 
 def resolve_model(path: str, root: Path) -> str:
-    """A local directory (given from where the user stands, or from the repository), else a hub id."""
+    """A local directory (given from where the user stands, or from the repository), else a hub id.
+
+    Of a run folder, its newest checkpoint.
+    """
     for candidate in (Path(path).expanduser(), root / path):
         if candidate.is_dir():
+            if (candidate / ".hydra").is_dir() or (candidate / "checkpoints").is_dir():
+                candidate = newest_checkpoint(candidate)
             for what, patterns in MODEL_FILES.items():
                 if not any(found for pattern in patterns for found in candidate.glob(pattern)):
                     raise ValueError(f"model.path={path}: no {what} in {candidate}; it is no model directory")
@@ -251,6 +280,14 @@ def resolve_model(path: str, root: Path) -> str:
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         raise ValueError(f"model.path={path}: no such directory, and no hub id (owner/name) either")
     return path
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Raises ValueError when the run has none."""
+    found = sorted(p for p in (run / "checkpoints").glob("step_*") if p.is_dir())  # they are complete, or not there
+    if not found:
+        raise ValueError(f"model.path={run}: a run folder without a checkpoint (no checkpoints/step_*)")
+    return found[-1]
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grpo.evaluate import Evaluation
     from grpo.record import Recorder
     from grpo.trainer import Trainer
 
 
 def summarize(
-    recorder: "Recorder", trainer: "Trainer | None", *, state: str, reason: str, seconds: float
+    recorder: "Recorder", trainer: "Trainer | Evaluation | None", *, state: str, reason: str, seconds: float
 ) -> dict[str, Any]:
     """`objective` is the last evaluation's mean reward (of the first set); None without an evaluation."""
+    from grpo.evaluate import Evaluation
+
     summary: dict[str, Any] = {
         "state": state,
         "reason": reason,
@@ -24,16 +27,19 @@ def summarize(
     }
     if trainer is None:
         return summary
-    totals = trainer.ledger.totals()
-    training = sum(trainer.totals.get(f"time/{part}_s", 0.0) for part in ("wait_rollouts", "train", "sync"))
-    wall = max(trainer.recorded_at - trainer.training_since, 1e-9)  # evaluations in between included
     summary["time"] |= {name.removeprefix("time/").removesuffix("_s"): s for name, s in trainer.totals.items()}
     summary["time"]["other"] = max(0.0, seconds - _accounted(summary["time"]))
-    summary["tokens"] = totals
-    summary["outcomes"] = trainer.ledger.accounts()
     summary["eval"] = trainer.evals
     if trainer.evals:
         summary["objective"] = next(iter(trainer.evals.values()))["after"]["reward"]
+    if isinstance(trainer, Evaluation):
+        summary["mode"] = "eval"
+        return summary
+    totals = trainer.ledger.totals()
+    training = sum(trainer.totals.get(f"time/{part}_s", 0.0) for part in ("wait_rollouts", "train", "sync"))
+    wall = max(trainer.recorded_at - trainer.training_since, 1e-9)  # evaluations in between included
+    summary["tokens"] = totals
+    summary["outcomes"] = trainer.ledger.accounts()
     if training > 0:
         waited = trainer.totals.get("time/wait_rollouts_s", 0.0)
         summary["idle"] = {"trainer": waited / training, "sampler": trainer.sampler_idle_s / wall}
@@ -54,9 +60,13 @@ def print_table(summary: dict[str, Any], folder: Path, page: Path | None) -> Non
     """The run in a few lines, on stdout."""
     reason = summary["reason"].splitlines()[0] if summary["reason"] else ""
     rows = [("state", f"{summary['state']} ({reason})")]
-    rows.append(("steps", f"{summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"))
-    for name, line in summary["eval"].items():
-        rows.append((name, f"{_rate(line['before'])} -> {_rate(line['after'])}"))
+    if summary.get("mode") == "eval":
+        print("\n" + "\n".join(evaluation_table([line["after"] for line in summary["eval"].values()])))
+        rows.append(("seconds", f"{summary['seconds']:.1f}"))
+    else:
+        rows.append(("steps", f"{summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"))
+        for name, line in summary["eval"].items():
+            rows.append((name, f"{_rate(line['before'])} -> {_rate(line['after'])}"))
     if summary.get("throughput"):
         tokens, idle = summary["tokens"], summary["idle"]
         rows.append(
@@ -71,6 +81,27 @@ def print_table(summary: dict[str, Any], folder: Path, page: Path | None) -> Non
         rows.append(("report", str(page)))
     width = max(len(name) for name, _ in rows) + 2
     print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in rows))
+
+
+def evaluation_table(lines: list[dict[str, Any]]) -> list[str]:
+    """One line per held-out set under a head: mean with its 95 % interval, pass@k, lengths."""
+    table = [["set", "prompts", "samples", "temperature", "mean [95 %]", "pass@k", "tokens", "truncated"]]
+    for line in lines:
+        passes = ", ".join(f"{k}: {share:.3f}" for k, share in line.get("pass", {}).items())
+        table.append(
+            [
+                line["name"],
+                str(line["n"]),
+                str(line["samples"]),
+                f"{line['temperature']:g}",
+                _rate(line),
+                passes or "-",
+                f"{line['length_mean']:.1f}",
+                f"{line['truncated_fraction']:.1%}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def _rate(line: dict[str, Any]) -> str:
