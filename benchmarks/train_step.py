@@ -69,7 +69,7 @@ VARIANTS = [
 def save_model(shape: str, folder: Path, device: str) -> None:
     config = Qwen3Config(
         vocab_size=512 if shape == "tiny" else 151_936,
-        head_dim=16 if shape == "tiny" else 128,
+        head_dim=32 if shape == "tiny" else 128,
         num_key_value_heads=2 if shape == "tiny" else 8,
         max_position_embeddings=1024 if shape == "tiny" else 40_960,
         tie_word_embeddings=True,

@@ -19,6 +19,7 @@ from grpo.checkpoint import Progress as Position
 from grpo.evaluate import Evaluator
 from grpo.groups import NothingToLearn, group_metrics
 from grpo.ledger import Ledger
+from grpo.memory import peak_gb
 from grpo.progress import Display
 from grpo.record import Recorder
 from grpo.rollout.loader import Loader, StreamEnded
@@ -207,6 +208,7 @@ class Trainer:
             "sampler/idle_fraction": max(0.0, 1.0 - activity.busy_s / wall_s),
             "sampler/invalid_answers": activity.invalid,
             "sampler/retries": self.loader.client.retried,
+            "memory/peak_gb": peak_gb(self.step_fn.policy.device),
         }
         drift = self.step_fn.loss.drift.check(line)
         line["drift"] = drift
