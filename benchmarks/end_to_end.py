@@ -6,8 +6,9 @@
 
 Every step trains 8 prompts of 200 tokens x 8 completions of up to 512 tokens (random weights hardly ever sample the
 end token). The server is started once, as run.py starts it, and every run attaches to it. The first steps compile and
-warm up; what is reported is the mean of those after `--skip`. tokens/s counts trained completion tokens per second of wall-clock
-from the end of one step to the end of the next, so that nothing is left out: waiting, training, sync, recording.
+warm up; what is reported is the mean of those after `--skip`. tokens/s counts trained completion tokens per second
+of wall-clock from the end of one step to the end of the next, so that nothing is left out: waiting, training, sync,
+recording.
 """
 
 import argparse
