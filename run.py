@@ -62,7 +62,6 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     """Train, and record the ending: finished, failed or interrupted."""
     from grpo import report
     from grpo.record import Recorder, environment
-    from grpo.rollout.server import death_behind
     from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
 
@@ -93,9 +92,9 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                     state, failure, reason = "interrupted", ending, str(ending)
                     log.warning("%s", ending)
                 except BaseException as error:
-                    failure = death_behind(error, trainer.loader.watch) if trainer is not None else error
-                    reason = f"{type(failure).__name__}: {failure}"
-                    log.error("the run failed", exc_info=failure)
+                    failure = error
+                    reason = f"{type(error).__name__}: {error}"
+                    log.error("the run failed", exc_info=error)
                 if trainer is not None and state != "finished":
                     trainer.try_save()
                 if trainer is not None:
@@ -167,6 +166,7 @@ def make(
     from grpo.rollout.client import Client
     from grpo.rollout.control import LoopControl
     from grpo.rollout.loader import Loader
+    from grpo.rollout.revival import Revival
     from grpo.seeds import seed_everything
     from grpo.step import TrainStep
     from grpo.sync import make_sync
@@ -256,7 +256,6 @@ def make(
         start_group=position.get("groups", 0),
         judge=rules.judge,
         decode=lambda ids: tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=False),
-        watch=servers.check,
         interrupted=signals.check,
     )
     stack.callback(loader.close)
@@ -288,11 +287,22 @@ def make(
         seed=seed,
         timeout=sync.timeout,
     )
+    revival = Revival(
+        servers=servers,
+        client=client,
+        loader=loader,
+        weights=weights,
+        proof=prove,
+        restarts=rollout.restarts,
+        startup_timeout=rollout.startup_timeout,
+        reattach_timeout=rollout.reattach_timeout,
+        changed=lambda out: recorder.update_status(servers_out=out),
+    )
     if optimizer is None:
         return Evaluation(
             loader=loader,
-            weights=weights,
-            prove=prove,
+            weights=revival,
+            prove=revival.prove,
             evaluator=evaluator,
             recorder=recorder,
             ledger=ledger,
@@ -314,9 +324,9 @@ def make(
     return Trainer(
         step_fn=step_fn,
         loader=loader,
-        weights=weights,
+        weights=revival,
         signals=signals,
-        prove=prove,
+        prove=revival.prove,
         evaluator=evaluator,
         recorder=recorder,
         checkpoints=checkpoint.Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints, config=config),

@@ -37,12 +37,13 @@ class Prover:
     seed: int
     timeout: float
 
-    def __call__(self, version: int) -> dict[str, float]:
-        """Raises SyncNotProven; else {"sync/probe_max": ..., "sync/probe_mean": ...}, |logprob difference| in nats."""
+    def __call__(self, version: int, urls: list[str] | None = None) -> dict[str, float]:
+        """Asks these servers; all, if none are named. Raises SyncNotProven; else
+        {"sync/probe_max": ..., "sync/probe_mean": ...}, |logprob difference| in nats."""
         prompts = self._prompts(version)
         sampling = Sampling(self.temperature, PROBE_TOKENS, seed=None)
         worst, total, count = 0.0, 0.0, 0
-        for url in self.urls:
+        for url in urls if urls is not None else self.urls:
             groups = self.loader.sample(prompts, sampling, 1, self.timeout, probe=True, url=url)
             sequences = [
                 Sequence(g.prompt.token_ids, c.token_ids, c.logprobs, [0] * c.tokens, 0.0, 0.0)

@@ -130,6 +130,8 @@ class Rollout(Checked):
     request_timeout: float
     retries: int
     startup_timeout: float
+    restarts: int
+    reattach_timeout: float
     urls: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     extra_args: list[str] = field(default_factory=list)
@@ -142,8 +144,8 @@ class Rollout(Checked):
 
     def check(self) -> None:
         self.at_least(1, "group_size", "max_inflight", "servers", "tensor_parallel", "zero_variance_batches")
-        self.at_least(0, "max_staleness", "retries")
-        self.at_least(1, "request_timeout", "startup_timeout", "cpu_threads")
+        self.at_least(0, "max_staleness", "retries", "restarts")
+        self.at_least(1, "request_timeout", "startup_timeout", "reattach_timeout", "cpu_threads")
         self.one_of("zero_variance", ("discard", "keep"))
         if not 0 < self.temperature < 100:
             raise ValueError(

@@ -29,6 +29,8 @@ def summarize(
         return summary
     summary["time"] |= {name.removeprefix("time/").removesuffix("_s"): s for name, s in trainer.totals.items()}
     summary["time"]["other"] = max(0.0, seconds - _accounted(summary["time"]))
+    client = trainer.loader.client
+    summary["servers"] = {"restarts": client.roster.returns, "out": client.roster.out, "retries": client.retried}
     summary["eval"] = trainer.evals
     if trainer.evals:
         summary["objective"] = next(iter(trainer.evals.values()))["after"]["reward"]

@@ -209,6 +209,8 @@ class Trainer:
             "sampler/invalid_answers": activity.invalid,
             "sampler/retries": self.loader.client.retried,
             "memory/peak_gb": peak_gb(self.step_fn.policy.device),
+            "sampler/restarts": self.loader.client.roster.returns,
+            "sampler/servers_out": len(self.loader.client.roster.out),
         }
         drift = self.step_fn.loss.drift.check(line)
         line["drift"] = drift

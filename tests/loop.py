@@ -23,6 +23,8 @@ from grpo.rollout.admission import Admission
 from grpo.rollout.client import Client
 from grpo.rollout.control import LoopControl
 from grpo.rollout.loader import Loader
+from grpo.rollout.revival import Revival
+from grpo.rollout.server import Servers
 from grpo.seeds import seed_everything
 from grpo.settings import Sync
 from grpo.signals import Signals
@@ -89,7 +91,8 @@ def loop(
     pause: str = "keep",
     timeout: float = 20.0,
     wait_timeout: float = 30.0,
-    watch: Callable[[], None] = lambda: None,
+    servers: Servers | None = None,
+    restarts: int = 0,
     policy_dir: Path | None = None,
 ) -> Iterator[Trainer]:
     """A trainer, ready to run; everything is closed afterwards. `folder` is the run folder."""
@@ -119,7 +122,6 @@ def loop(
             seed=seed,
             judge=GroupRules(loss, zero_variance, limit).judge,
             decode=lambda ids: " ".join(map(str, ids)),
-            watch=watch,
             interrupted=signals.check,
         )
         stack.callback(loader.close)
@@ -134,6 +136,18 @@ def loop(
             folder=folder,
         )
         stack.callback(weights.close)
+        prove = Prover(policy, loader, urls, policy.vocab_size, temperature, "float32", seed, timeout)
+        revival = Revival(
+            servers=servers or Servers([], urls),
+            client=client,
+            loader=loader,
+            weights=weights,
+            proof=prove,
+            restarts=restarts,
+            startup_timeout=60.0,
+            reattach_timeout=timeout,
+            changed=lambda out: recorder.update_status(servers_out=out),
+        )
         display = Display(steps, console=Console(quiet=True))
         yield Trainer(
             step_fn=TrainStep(
@@ -149,9 +163,9 @@ def loop(
                 check=loader.check,
             ),
             loader=loader,
-            weights=weights,
+            weights=revival,
             signals=signals,
-            prove=Prover(policy, loader, urls, policy.vocab_size, temperature, "float32", seed, timeout),
+            prove=revival.prove,
             evaluator=Evaluator(loader, recorder, {}, Sampling(1.0, max_tokens, None, (), stop), 1, timeout),
             recorder=recorder,
             checkpoints=Checkpoints(folder / "checkpoints", keep=0, config={}),

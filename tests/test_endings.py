@@ -15,8 +15,7 @@ from plain_http import call
 
 from grpo import checkpoint
 from grpo.record import NoMirror
-from grpo.rollout.errors import ServerError, TransientError
-from grpo.rollout.server import ServerDied, death_behind
+from grpo.rollout.errors import ServerError
 
 
 def test_a_step_whose_sync_fails_is_recorded_and_saved(tiny_dir: Path, tmp_path: Path) -> None:
@@ -58,21 +57,6 @@ def test_an_update_left_open_is_closed_over_a_connection_that_breaks(tiny_dir: P
         assert server.engine.version == "1"
 
 
-def test_the_death_of_a_server_is_named_in_place_of_the_call_that_met_it() -> None:
-    looks = iter([None, None, ServerDied("the vLLM server died; the end of its log: out of memory")])
-
-    def check() -> None:
-        if (death := next(looks)) is not None:
-            raise death
-
-    error = TransientError("POST /update_weights: status 500")
-    death = death_behind(error, check)
-    assert "out of memory" in str(death)
-    assert death.__cause__ is error
-    other = ValueError("not a server's fault")
-    assert death_behind(other, check) is other
-
-
 def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +70,7 @@ def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(
 
     monkeypatch.setattr(run, "make", make)
     monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
-    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror())
+    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
     with pytest.raises(SystemExit) as exit:
         run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
     assert exit.value.code == 1

@@ -5,21 +5,28 @@ means what it says (4): every sampling parameter is named in every request, so t
 (generation_config.json) is in force. Nothing is swallowed (7): every call has a deadline, every status is looked at,
 an answer is checked field by field before anything is made of it.
 
-One `Client` lives in one event loop and owns one session. Requests go to the server with the fewest open ones.
+One `Client` lives in one event loop and owns one session. Requests go to the server with the fewest open ones; which
+servers get any is the roster's.
 """
 
 import asyncio
 import json
+import logging
 import math
 import random
-from dataclasses import dataclass, field
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
 from grpo.rollout.errors import InvalidAnswer, RequestRefused, ServerError, ServersLost, TransientError
+from grpo.rollout.roster import Member, Roster
 from grpo.types import Sampling
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
 BACKOFF_FIRST, BACKOFF_MOST = 0.2, 10.0  # seconds; doubled after each try, with jitter
@@ -27,6 +34,7 @@ BACKOFF_FIRST, BACKOFF_MOST = 0.2, 10.0  # seconds; doubled after each try, with
 KEEPALIVE = 3.0
 RETRIED_STATUSES = (408, 425, 429)  # besides 5xx
 BODY_SHOWN = 300  # characters of an error's body that go into a message
+RETRIES_SHOWN_EVERY = 30.0  # seconds between two lines of the log about requests that are sent again
 
 
 @dataclass(slots=True)
@@ -39,19 +47,15 @@ class Sampled:
     finish_reason: str
 
 
-@dataclass(slots=True)
-class _Server:
-    url: str
-    open: int = 0
-    failures: int = field(default=0)  # in a row, to prefer servers that answer
-
-
 class Client:
     """HTTP to one or several vLLM servers.
 
     urls: "http://host:port", one per server. api_key: sent as a bearer token. request_timeout: seconds for one
     generation, queueing at the server included. retries: how often a transient failure is tried again.
     vocab_size: a token id outside it is an invalid answer.
+
+    `gone` is asked after a failure whether the server is gone, rather than one request lost: why, or None. `patient`
+    grants a death time to show. Whoever sets it sees to it that a server that is out comes back (`Revival`).
     """
 
     def __init__(
@@ -63,11 +67,14 @@ class Client:
         retries: int = 5,
         api_key: str | None = None,
     ) -> None:
-        self.servers = [_Server(url.rstrip("/")) for url in urls]
+        self.roster = Roster(urls)
+        self.gone: Callable[[str, bool], Awaitable[str | None]] | None = None
         self.vocab_size = vocab_size
         self.request_timeout = request_timeout
         self.retries = retries
         self.retried = 0  # requests sent again, for the metrics
+        self.answered = 0
+        self._retries_shown, self._retried_shown = -RETRIES_SHOWN_EVERY, 0
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._jitter = random.Random(0)
@@ -112,6 +119,7 @@ class Client:
             ) as response:
                 if response.status >= 300:
                     text = (await response.content.read(BODY_SHOWN * 4)).decode("utf-8", "replace")
+                    response.close()  # the rest of the body may be long, or never come: the connection is given up
                     message = f"{where}: status {response.status}: {text[:BODY_SHOWN]}"
                     if response.status >= 500 or response.status in RETRIED_STATUSES:
                         raise TransientError(message)
@@ -137,37 +145,73 @@ class Client:
     ) -> Sampled:
         """Sample one completion; transient failures are tried again with backoff, on another server if there is one.
 
-        `url` insists on one server.
+        `url` insists on one server, in or out.
 
         Raises RequestRefused (4xx), InvalidAnswer (the answer cannot be trained on) or ServersLost (retries used up).
-        A retry repeats the same seed and is the same request: it is answered to the caller exactly once.
+        A retry repeats the same seed and is the same request: it is answered to the caller exactly once. What a server
+        that is gone has taken with it, or one with other weights than ours has answered, is sampled again, and costs no
+        try.
         """
         body = {"request_id": request_id, "token_ids": prompt_ids, "sampling_params": sampling_params(sampling)}
         limit = (1 << 20) + 2048 * sampling.max_tokens
-        servers = [s for s in self.servers if url in (None, s.url)]
+        tries = 0
         delay = BACKOFF_FIRST
-        for attempt in range(self.retries + 1):
-            server = min(servers, key=lambda s: (s.failures > 0, s.open))
-            server.open += 1
+        while True:
+            member = self.roster.member(url.rstrip("/")) if url is not None else await self.roster.choose()
+            floor = self.roster.confirmed if url is None and self.gone is not None else None
+            member.open += 1
             try:
-                answer = await self.call(
-                    server.url, "POST", "/inference/v1/generate", body=body, timeout=self.request_timeout, limit=limit
+                work = self.call(
+                    member.url, "POST", "/inference/v1/generate", body=body, timeout=self.request_timeout, limit=limit
                 )
-                sampled = parse_answer(answer, max_tokens=sampling.max_tokens, vocab_size=self.vocab_size)
+                answer = await (work if url is not None else member.while_in(work))
+                sampled = self._ours(answer, sampling, member, floor)
                 if sampled.finish_reason == "abort":
-                    raise TransientError(f"{server.url}: the server aborted request {request_id}")
-                server.failures = 0
+                    raise TransientError(f"{member.url}: the server aborted request {request_id}")
+                member.failures = 0
+                self.answered += 1
                 return sampled
             except TransientError as error:
-                server.failures += 1
-                if attempt == self.retries:
-                    raise ServersLost(f"request given up after {self.retries + 1} tries; the last: {error}") from error
+                member.failures += 1
+                tries += 1
+                if url is None and await self._is_gone(member, patient=tries > self.retries):
+                    tries, delay = 0, BACKOFF_FIRST
+                elif tries > self.retries:
+                    raise ServersLost(f"request given up after {tries} tries; the last: {error}") from error
+                self._note_retry(request_id, error)
             finally:
-                server.open -= 1
-            self.retried += 1
+                member.open -= 1
             await asyncio.sleep(delay * (0.5 + self._jitter.random()))
             delay = min(2 * delay, BACKOFF_MOST)
-        raise AssertionError("unreachable")
+
+    def _ours(self, answer: Any, sampling: Sampling, member: Member, floor: int | None) -> Sampled:
+        """The answer, checked. One that other weights than ours gave puts its server out and is a TransientError."""
+        try:
+            sampled = parse_answer(answer, max_tokens=sampling.max_tokens, vocab_size=self.vocab_size)
+            if not sampled.versions or not self.roster.foreign(sampled.versions, floor):  # no versions: an abort
+                return sampled
+            versions = f"version {min(sampled.versions)}"
+        except InvalidAnswer as invalid:
+            if invalid.reason != "weight_versions:value" or floor is None:
+                raise
+            versions = "no version of this run"
+        why = f"its tokens are of {versions}, it should have version {floor}: it was started again, or others sync it"
+        self.roster.exclude(member.url, why)
+        raise TransientError(f"{member.url}: {why}")
+
+    async def _is_gone(self, member: Member, *, patient: bool) -> bool:
+        """Whether the server is out by now, because it was so already or because it is gone."""
+        if member.out is None and self.gone is not None and (why := await self.gone(member.url, patient)) is not None:
+            self.roster.exclude(member.url, why)
+        return member.out is not None
+
+    def _note_retry(self, request_id: str, error: TransientError) -> None:
+        self.retried += 1
+        log.debug("request %s is sent again: %s", request_id, error)
+        now = time.monotonic()
+        if now - self._retries_shown >= RETRIES_SHOWN_EVERY:
+            log.info("%d request(s) sent again; the last: %s", self.retried - self._retried_shown, error)
+            self._retries_shown, self._retried_shown = now, self.retried
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

@@ -9,7 +9,7 @@ task per group, one episode (episode.py) per completion, the rewards. The traine
 | admission task | a place: a new version, a finished request, a handed-back place | `_wake` | none: idle is legal |
 | a request | its answer | the server | request_timeout x retries |
 | trainer in `next_groups` | the next groups in order | `_ready`: a group done, a failure, the end | `timeout` |
-| trainer in `run` | a coroutine | the loop, or a failure | `timeout` |
+| trainer in `run` | a coroutine | the loop, or a failure; evaluations and proofs: a signal | `timeout` |
 
 An exception in any task is kept and raised in the trainer's thread at its next call (law 7); nothing is retried here.
 """
@@ -92,6 +92,7 @@ class Loader:
         self.decode = decode
         self.watch = watch
         self.interrupted = interrupted
+        self.tend: Callable[[], None] = lambda: None  # called in the trainer's waits; set by `Revival`
         self._next_admitted = start_group
         self._next_delivered = start_group
         self._done: dict[int, Group] = {}
@@ -130,10 +131,11 @@ class Loader:
         deadline = time.monotonic() + timeout
         taken: list[Group] = []
         kept = 0
-        with self._ready:
-            while kept < count:
+        while kept < count:
+            self.interrupted()
+            self.tend()  # without the lock: it may call servers, through the loop
+            with self._ready:
                 self._raise_failure()
-                self.interrupted()
                 group = self._done.pop(self._next_delivered, None)
                 if group is not None:
                     taken.append(group)
@@ -150,8 +152,12 @@ class Loader:
                     self._ready.wait(min(LOOK_EVERY, max(0.0, deadline - time.monotonic())))
         return taken
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run a coroutine in the loop and wait for it; a failure elsewhere in the loop ends the wait too."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, look: Callable[[], None] = lambda: None) -> T:
+        """Run a coroutine in the loop and wait for it; a failure elsewhere in the loop ends the wait too.
+
+        look: called now and then meanwhile; what it raises ends the wait. Control calls have none: a signal must not
+        tear a sync, whose phases have deadlines of their own.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         deadline = time.monotonic() + timeout
         try:
@@ -162,6 +168,7 @@ class Loader:
                     if future.done():
                         raise
                     self.check()
+                    look()
                     if time.monotonic() >= deadline:
                         raise TimeoutError(f"not done within {timeout:g} s; {self._where()}") from None
         finally:
@@ -180,8 +187,14 @@ class Loader:
         """Completions outside the stream (evaluation, probes): `count` per prompt, never in the ledger.
 
         The seeds depend on the prompts' places in the list only, so every evaluation draws the same random numbers.
-        probe: one turn and no reward. `url` names the server to ask; by default the least busy one.
+        probe: one turn and no reward. `url` names the server to ask; by default the least busy one. A signal ends the
+        wait.
         """
+
+        def look() -> None:
+            self.interrupted()
+            if url is None:  # whoever insists on a server is just syncing it
+                self.tend()
 
         async def one(place: str, prompt: Prompt, index: int, session: Session | None) -> Completion:
             async def ask(ids: list[int], turn_sampling: Sampling, turn: int) -> Sampled:
@@ -218,7 +231,7 @@ class Loader:
         async def everything() -> list[Group]:
             return await asyncio.gather(*(all_of(p, prompt) for p, prompt in enumerate(prompts)))
 
-        return self.run(everything(), timeout)
+        return self.run(everything(), timeout, look)
 
     def check(self) -> None:
         """Raise what has failed in the loop, if anything has."""

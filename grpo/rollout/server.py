@@ -4,8 +4,8 @@ A launched server stands below a guard (`grpo.rollout.guard`), so that it cannot
 session, so that a Ctrl-C in the terminal reaches the run alone, which ends it in order. `launch` returns at once: the
 trainer loads while the server starts.
 
-Left out: restarts (launch may be called again after stop) and every call but /health, which is plain http.client since
-it is asked before an event loop exists. What the flags are is in `grpo.rollout.flags`.
+Left out: when to start one again (`grpo.rollout.revival`; launch may be called again after stop) and every call but
+/health, which is plain http.client since it is asked before an event loop exists. Flags: `grpo.rollout.flags`.
 
 | waits for | deadline | unblocked by |
 | --- | --- | --- |
@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,7 +33,6 @@ from grpo.settings import Rollout
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.1
-NOTICED = 2.0  # seconds in which a death shows after a failed call
 TAIL = 25  # lines of a log shown in an error
 
 
@@ -247,24 +246,6 @@ def launch_servers(
         started.stop()
         raise
     return started
-
-
-def death_behind(error: BaseException, check: Callable[[], None]) -> BaseException:
-    """A call to a server failed: the server's death, if that is why. It says more, with the end of the server's log.
-
-    check: `Servers.check`. Waits for NOTICED seconds, since the call fails before the process is gone.
-    """
-    if not isinstance(error, ServerError) or isinstance(error, ServerDied):
-        return error
-    deadline = time.monotonic() + NOTICED
-    while time.monotonic() < deadline:
-        try:
-            check()
-        except ServerDied as death:
-            death.__cause__ = error
-            return death
-        time.sleep(POLL)
-    return error
 
 
 def healthy(url: str, timeout: float = 2.0) -> bool:

@@ -6,6 +6,9 @@ on every server, each phase on all servers at once. A phase that fails on one se
 open update is closed and every server is told to resume, then the first error is raised. `sync` returns only when every
 server has confirmed the version; until then the trainer goes by the old one.
 
+A server that fails because it is gone (`lost` says so) is left out, and the sync begins again with the others, which
+stay paused meanwhile: one that has the new weights and not yet their number must not sample.
+
 Why the caches are reset though the pause has cleared them: with `mode=keep` vLLM 0.32 documents `clear_cache` as
 ignored while its code obeys it, and a key-value cache that survives gives logprobs of a mixture of weights that no
 version has (off by 11 nat when it was tried). So it is asked for again, after the update, with
@@ -101,6 +104,8 @@ class WeightSync:
         self.timeout = timeout
         self.bytes = sum(w.numel() * dtype.itemsize for _, w in policy.named_weights())
         self.device = next(iter(policy.named_weights()))[1].device
+        self.lost: Callable[[list[str]], list[str]] = lambda urls: []  # which of these servers are gone
+        self._known = list(controls)
         self._attached = False
         self._pool = ThreadPoolExecutor(max_workers=len(controls), thread_name_prefix="weight-sync")
 
@@ -126,6 +131,14 @@ class WeightSync:
         """A server has been restarted: the next sync begins with the handshake."""
         self._attached = False
 
+    def use(self, urls: list[str]) -> None:
+        """The next syncs are of these servers; another set than before begins with the handshake."""
+        controls = [c for c in self._known if c.url in urls]
+        assert controls, f"none of {urls} is a server of this run"
+        if controls != self.controls:
+            self.controls = controls
+            self.reattach()
+
     def close(self) -> None:
         """Give back what is held. No server is called; a call that hangs is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -134,31 +147,55 @@ class WeightSync:
         """Send the current weights as `version`; raises what failed, after the servers have been told to resume."""
         timings = SyncTimings(bytes=self.bytes)
         begin = time.monotonic()
+        while True:
+            try:
+                self._exchange(version, timings)
+                break
+            except BaseException as error:
+                if not self._without_lost(error):
+                    raise
+        self.cleanup(version)
+        timings.total_s = time.monotonic() - begin
+        return timings
+
+    def _exchange(self, version: int, timings: SyncTimings) -> None:
+        begin = time.monotonic()
         if not self._attached:
             self.attach()
             self._attached = True
         self.prepare(version)
-        timings.export_s = time.monotonic() - begin
         paused = time.monotonic()
-        try:
-            mode = {"mode": self.pause, "clear_cache": "true"}
-            self.everywhere(lambda c: c.post("/pause", params=mode, timeout=self.timeout))
-            timings.pause_s = time.monotonic() - paused
-            moved = time.monotonic()
-            self.transfer(version)
-            self.everywhere(self._reset_cache)
-            timings.update_s = time.monotonic() - moved
-            resumed = time.monotonic()
-            self.everywhere(lambda c: c.post("/resume", timeout=self.timeout))
-            timings.resume_s = time.monotonic() - resumed
-        except BaseException as error:
-            self._leave_running(error)
-            raise
+        timings.export_s = paused - begin
+        mode = {"mode": self.pause, "clear_cache": "true"}
+        self.everywhere(lambda c: c.post("/pause", params=mode, timeout=self.timeout))
+        timings.pause_s = time.monotonic() - paused
+        moved = time.monotonic()
+        self.transfer(version)
+        self.everywhere(self._reset_cache)
+        timings.update_s = time.monotonic() - moved
+        resumed = time.monotonic()
+        self.everywhere(lambda c: c.post("/resume", timeout=self.timeout))
+        timings.resume_s = time.monotonic() - resumed
         timings.paused_s = time.monotonic() - paused
         self.everywhere(lambda c: self._confirm(c, version))
-        self.cleanup(version)
-        timings.total_s = time.monotonic() - begin
-        return timings
+
+    def _without_lost(self, error: BaseException) -> bool:
+        """After a failure: whether to begin again without the servers that are gone. If not, all others resume."""
+        gone: list[str] = []
+        try:
+            if isinstance(error, Exception):
+                gone = self.lost([c.url for c in self.controls])
+        except BaseException as death:
+            self._leave_running(death)
+            raise death from error
+        others = [c.url for c in self.controls if c.url not in gone]
+        if not gone or not others:
+            self._leave_running(error)
+            return False
+        log.warning("the sync begins again without %s", ", ".join(gone))
+        self.use(others)
+        self.everywhere(self._close_update)
+        return True
 
     def everywhere(self, call: Callable[[Control], Any]) -> list[Any]:
         """One call on every server at once; all have ended before the first error is raised."""
@@ -206,14 +243,17 @@ class WeightSync:
         """No server stays paused, or with an update open, because of us. `cause` is raised afterwards."""
 
         def attempt(control: Control) -> None:
-            with contextlib.suppress(Exception):  # mostly there is none open
-                insist(lambda: self.abandon(control))
+            self._close_update(control)
             try:
                 insist(lambda: control.post("/resume", timeout=CLEANUP_TIMEOUT))
             except Exception as error:
                 cause.add_note(f"and it could not be resumed: {error}")
 
         self.everywhere(attempt)
+
+    def _close_update(self, control: Control) -> None:
+        with contextlib.suppress(Exception):  # mostly there is none open
+            insist(lambda: self.abandon(control))
 
 
 def insist(call: Callable[[], Any]) -> Any:
