@@ -156,6 +156,7 @@ def make(
     from transformers.utils import logging as transformers_logging
 
     from grpo import checkpoint
+    from grpo.build import make_optimizer, make_policy
     from grpo.evaluate import Evaluation, Evaluator
     from grpo.groups import GroupRules
     from grpo.ledger import Ledger
@@ -186,31 +187,15 @@ def make(
         raise ValueError("data: has no held-out rows, so mode=eval has nothing to evaluate; set data.eval_rows")
     state = checkpoint.load(resume) if resume is not None else None
     position = state["progress"] if state else {}
-    policy = Policy(
-        resume or plan.model_path,
-        dtype=model.dtype,
-        device=plan.device,
-        checkpointing=model.checkpointing,  # type: ignore[arg-type]
-        compile=plan.device != "cpu" if model.compile == "auto" else bool(model.compile),
-        tokenizer=tokenizer,
-        trainable=not plan.evaluating,
+    policy = make_policy(
+        resume or plan.model_path, model, plan.device, tokenizer=tokenizer, trainable=not plan.evaluating
     )
     reference: Policy | None = None
     optimizer: Optimizer | None = None
     if plan.loss.needs_reference and not plan.evaluating:
         reference = Policy(plan.model_path, dtype=model.dtype, device=plan.device, trainable=False)
     if not plan.evaluating:
-        optimizer = Optimizer(
-            policy.parameters(),
-            lr=model.lr,
-            kind=model.optimizer,  # type: ignore[arg-type]
-            weight_decay=model.weight_decay,
-            betas=(model.betas[0], model.betas[1]),
-            max_grad_norm=train.max_grad_norm,
-            warmup_steps=model.warmup_steps,
-            schedule=model.schedule,  # type: ignore[arg-type]
-            total_steps=train.steps * train.minibatches,
-        )
+        optimizer = make_optimizer(policy, model, train)
     if state and optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
         checkpoint.set_rng_state(state["rng"])
@@ -235,7 +220,7 @@ def make(
     )
     scorer = stack.enter_context(plan.data.rewards())
     if train.record_tokens:
-        recorder.tokens = TokenRecorder(folder, replay_facts(config, scorer.weights))
+        recorder.tokens = TokenRecorder(folder, replay_facts(config, plan.model_path, scorer.weights))
     loader = Loader(
         source=data.train,
         client=client,

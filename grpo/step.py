@@ -13,6 +13,7 @@ Left out: where groups come from, weight sync, the run folder. Shapes: N trained
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,24 +74,26 @@ class TrainStep:
         `version` is the trainer's: the lag of a token is counted from it. A batch without a single trained token
         makes no step and changes nothing. Raises NonFiniteStep, with the parameters untouched.
         """
-        outcomes = settle_outcomes(groups, self.loss, self.reward_weights)
-        completions = [(g, c) for g in groups if g.discarded is None for c in g.completions]
         rate = self.optimizer.next_lr
-        parts = [self._minibatch(part, outcomes, version) for part in _cut(completions, self.minibatches)]
-        trained = [part for part in parts if part]
-        proximal = [self._logprobs(part) for part in trained] if len(trained) > 1 else None
-        metrics = _Metrics()
-        for number, part in enumerate(trained):
-            self._optimizer_step(part, proximal[number] if proximal else None, metrics)
+        batch = self.prepare(groups, version)
+        metrics = StepMetrics()
+        for number, part in enumerate(batch.parts):
+            if part:
+                self._optimizer_step(batch, number, metrics)
         for group in groups:
             for completion in group.completions:
-                self.ledger.settle_completion(completion, outcomes[id(completion)])
-        return metrics.result() | {"lr": rate, "optimizer_steps": len(trained)}
+                self.ledger.settle_completion(completion, batch.outcomes[id(completion)])
+        return metrics.result() | {"lr": rate, "optimizer_steps": sum(map(bool, batch.parts))}
 
-    def _minibatch(
-        self, part: list[tuple[Group, Completion]], outcomes: dict[int, str], version: int
-    ) -> list[tuple[MicroBatch, list[str]]]:
-        """The micro-batches of one optimizer step, each with the names of its samples; [] if nothing is trained."""
+    def prepare(self, groups: list[Group], version: int) -> "Prepared":
+        """Everything that is fixed before the first optimizer step: advantages, weights, micro-batches, proximal."""
+        outcomes = settle_outcomes(groups, self.loss, self.reward_weights)
+        completions = [(g, c) for g in groups if g.discarded is None for c in g.completions]
+        parts = [self._minibatch(part, outcomes, version) for part in _cut(completions, self.minibatches)]
+        proximal = [self._logprobs(part) for part in parts] if sum(map(bool, parts)) > 1 else None
+        return Prepared(outcomes, parts, proximal)
+
+    def _minibatch(self, part: list[tuple[Group, Completion]], outcomes: dict[int, str], version: int) -> "Part":
         chosen = [(g, c) for g, c in part if outcomes[id(c)] == TRAINED]
         lengths = [c.tokens if outcomes[id(c)] == TRAINED else 0 for _, c in part]
         weights = [w for w, n in zip(self.loss.sequence_weights(lengths, len(part)), lengths, strict=True) if n]
@@ -119,13 +122,16 @@ class TrainStep:
         names = [f"{c.group}/{c.index}" for _, c in chosen]
         return [(mb.to(self.policy.device), [names[row] for row in mb.rows]) for mb in micro_batches]
 
-    def _logprobs(self, part: list[tuple[MicroBatch, list[str]]]) -> list[Tensor]:
+    def _logprobs(self, part: "Part") -> list[Tensor]:
         with torch.no_grad():
             return [self.policy.logprobs(mb, self.temperature)[0] for mb, _ in part]
 
-    def _optimizer_step(
-        self, part: list[tuple[MicroBatch, list[str]]], proximal: list[Tensor] | None, metrics: "_Metrics"
-    ) -> None:
+    def backward(self, batch: "Prepared", number: int, metrics: "StepMetrics") -> float:
+        """The loss of one part under the policy as it is; its gradient is added to the parameters'.
+
+        Raises NonFiniteStep, with the gradients forgotten, if the loss is not finite.
+        """
+        part, proximal = batch.parts[number], batch.proximal and batch.proximal[number]
         inputs_of: list[tuple[LossInputs, list[str]]] = []
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         for number, (mb, names) in enumerate(part):
@@ -158,13 +164,31 @@ class TrainStep:
         if not math.isfinite(float(loss_sum)):
             self.optimizer.zero_grad()
             raise NonFiniteStep(f"the step is refused, its loss is {float(loss_sum)}: {_bad_samples(inputs_of)}")
+        return float(loss_sum)
+
+    def _optimizer_step(self, batch: "Prepared", number: int, metrics: "StepMetrics") -> None:
+        loss = self.backward(batch, number, metrics)
         norm = self.optimizer.step()
         if not math.isfinite(norm):
-            samples = ", ".join(name for _, names in part for name in names)
+            samples = ", ".join(name for _, names in batch.parts[number] for name in names)
             raise NonFiniteStep(
                 f"the step is refused: the loss is finite, its gradient's norm is {norm}; samples: {samples}"
             )
-        metrics.optimizer_step(float(loss_sum), norm, self.optimizer.update_size)
+        metrics.optimizer_step(loss, norm, self.optimizer.update_size)
+
+
+# The micro-batches of one optimizer step, each with the names of its samples; empty if nothing of it is trained.
+Part = list[tuple[MicroBatch, list[str]]]
+
+
+@dataclass(slots=True, frozen=True)
+class Prepared:
+    """A batch before its first optimizer step. `proximal`: logprobs of each part's micro-batches, by the policy then;
+    None with one optimizer step, whose policy is the proximal one. `outcomes` are by id() of a completion."""
+
+    outcomes: dict[int, str]
+    parts: list[Part]
+    proximal: list[list[Tensor]] | None
 
 
 def _cut(items: list[tuple[Group, Completion]], parts: int) -> list[list[tuple[Group, Completion]]]:
@@ -179,7 +203,7 @@ def _bad_samples(inputs_of: list[tuple[LossInputs, list[str]]]) -> str:
     return "; ".join(found) or "all inputs are finite, the loss itself overflows"
 
 
-class _Metrics:
+class StepMetrics:
     """Collects what the micro-batches of one batch say, on their device; one copy to the CPU at the end."""
 
     def __init__(self) -> None:

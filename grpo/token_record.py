@@ -70,9 +70,10 @@ class TokenRecorder:
         return aside.replace(target)
 
 
-def replay_facts(config: dict[str, Any], reward_weights: dict[str, float]) -> dict[str, Any]:
-    """What `grpo.replay` needs to know besides the model, from a run's resolved configuration."""
+def replay_facts(config: dict[str, Any], model: str, reward_weights: dict[str, float]) -> dict[str, Any]:
+    """What `grpo.replay` needs to know of a run: `config` is resolved, `model` where the initial weights are."""
     return {
+        "model": model,
         "loss": config["loss"],
         "temperature": config["rollout"]["temperature"],
         "minibatches": config["train"]["minibatches"],
