@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, preflight, sweep
-from grpo.claim import claim, discard, task_overrides
+from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> float | None:
                 print("\n".join(plan.lines()))
                 discard(folder)
                 return None
-            resume = before.checkpoint or cli.checkpoint_of(cfg.resume, plan.train.steps)
+            resume = cli.checkpoint_of(str(folder) if before.checkpoint else cfg.resume, plan.train.steps)
             preflight.check_reachable(plan.rollout.urls)
             stack.enter_context(claim(folder, cfg, hydra_cfg, resume, again=in_sweep))
         except ValueError as error:
@@ -62,12 +62,17 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     """Train, and record the ending: finished, failed or interrupted."""
     from grpo import report
     from grpo.record import Recorder, environment
+    from grpo.rollout.errors import ServerError
     from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
 
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     facts = {**environment(ROOT), "name": cfg.name, "overrides": overrides, "folder": str(folder)}
-    position = cli.position(resume) if resume else None
+    position = None
+    if resume is not None:
+        from grpo.checkpoint import inspect
+
+        position = inspect(resume)
     recorder = Recorder(
         folder,
         steps=0 if plan.evaluating else plan.train.steps,
@@ -95,6 +100,10 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                     failure = error
                     reason = f"{type(error).__name__}: {error}"
                     log.error("the run failed", exc_info=error)
+                    if signals.received is not None and isinstance(error, ServerError):
+                        # Who ends a job often signals every process of it: the servers have gone first, that is all.
+                        state, failure = "interrupted", Interrupted(signals.received)
+                        reason = f"{failure}; {reason}"
                 if trainer is not None and state != "finished":
                     trainer.try_save()
                 if trainer is not None:
@@ -105,7 +114,11 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                 state, failure, reason = "failed", error, f"{type(error).__name__}: {error}"
     summary = summarize(recorder, trainer, state=state, reason=reason, seconds=time.monotonic() - started)
     recorder.finish(state, summary, failure)
-    page = report.build_run(folder)
+    page: Path | None = None
+    try:
+        page = report.build_run(folder)
+    except OSError as error:  # the disk is full
+        print(f"error: no report: {error}", file=sys.stderr)
     print_table(summary, folder, page)
     if isinstance(failure, Interrupted):
         sys.exit(128 + failure.signum)
@@ -187,6 +200,11 @@ def make(
         raise ValueError("data: has no held-out rows, so mode=eval has nothing to evaluate; set data.eval_rows")
     state = checkpoint.load(resume) if resume is not None else None
     position = state["progress"] if state else {}
+    rows = fingerprints(data.report)
+    if state:
+        check_rows(state.get("data"), rows, forced=config["resume_force"])
+        # after whole steps it is this; with another train.batch_size (resume_force) it must be
+        position["places"] = position["version"] * plan.groups_per_step
     policy = make_policy(
         resume or plan.model_path, model, plan.device, tokenizer=tokenizer, trainable=not plan.evaluating
     )
@@ -314,7 +332,9 @@ def make(
         prove=revival.prove,
         evaluator=evaluator,
         recorder=recorder,
-        checkpoints=checkpoint.Checkpoints(folder / "checkpoints", keep=train.keep_checkpoints, config=config),
+        checkpoints=checkpoint.Checkpoints(
+            folder / "checkpoints", keep=train.keep_checkpoints, config=config, data=rows
+        ),
         ledger=ledger,
         display=display,
         steps=train.steps,

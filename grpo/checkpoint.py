@@ -8,6 +8,7 @@ generating meanwhile. Resuming needs few numbers, because groups are consumed in
 consumed says where the data goes on (law 2), and groups that were in flight are generated again.
 """
 
+import json
 import logging
 import os
 import random
@@ -40,12 +41,15 @@ class Progress:
 
 
 class Checkpoints:
-    """Writes and prunes the checkpoints of one run. keep: how many of the newest stay; 0 keeps all."""
+    """Writes and prunes the checkpoints of one run. keep: how many of the newest stay; 0 keeps all. data: the
+    fingerprints of its rows. `written` and `seconds` count since the start, `bytes` is the last one's size."""
 
-    def __init__(self, folder: Path, *, keep: int, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, *, keep: int, config: dict[str, Any], data: dict[str, str] | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.config = config
+        self.data = data
+        self.written, self.seconds, self.bytes = 0, 0.0, 0
 
     def save(self, policy: Policy, optimizer: Optimizer, progress: Progress) -> dict[str, float]:
         """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. OSError when the disk is full."""
@@ -56,7 +60,8 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_space(policy)
         aside = self.folder / f".{target.name}.tmp"
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in self.folder.glob(".step_*.tmp"):  # by a run that was killed while it wrote, or a full disk
+            shutil.rmtree(left, ignore_errors=True)
         aside.mkdir()
         policy.save(aside)
         state = {
@@ -64,6 +69,7 @@ class Checkpoints:
             "optimizer": optimizer.state_dict(),
             "rng": rng_state(),
             "config": self.config,
+            "data": self.data,
         }
         torch.save(state, aside / "trainer.pt")
         size = 0
@@ -78,6 +84,7 @@ class Checkpoints:
         latest.replace(self.folder / "latest")
         self._prune()
         seconds = time.monotonic() - started
+        self.written, self.seconds, self.bytes = self.written + 1, self.seconds + seconds, size
         log.info("checkpoint %s: %.1f MB in %.2f s", target.name, size / 1e6, seconds)
         return {"checkpoint/seconds": seconds, "checkpoint/bytes": float(size)}
 
@@ -86,7 +93,10 @@ class Checkpoints:
         need = sum(p.numel() * (p.element_size() + 12) for p in policy.parameters()) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < need:
-            raise OSError(f"{self.folder}: {free / 1e9:.1f} GB free, a checkpoint needs {need / 1e9:.1f} GB")
+            raise OSError(
+                f"{self.folder}: {free / 1e9:.1f} GB free, a checkpoint needs {need / 1e9:.1f} GB; make room, or set "
+                "train.keep_checkpoints lower"
+            )
 
     def _prune(self) -> None:
         if self.keep:
@@ -107,6 +117,48 @@ def find(path: Path) -> Path:
     if not found:
         raise ValueError(f"resume={path}: no checkpoint there (a run folder with checkpoints/step_*, or one of those)")
     return found[-1]
+
+
+def find_whole(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that `resume=<path>` means, and its `Progress`: of a run folder the newest that can be read.
+
+    Raises ValueError when there is none, or the one that was named is damaged.
+    """
+    newest = find(path)
+    candidates = [newest] if newest == path else complete(newest.parent)[::-1]
+    first: ValueError | None = None
+    for candidate in candidates:
+        try:
+            return candidate, inspect(candidate)
+        except ValueError as damage:
+            log.warning("%s%s", damage, "; trying the one before" if candidate != candidates[-1] else "")
+            first = first or damage
+    assert first is not None
+    raise first
+
+
+def inspect(checkpoint: Path) -> dict[str, Any]:
+    """Its `Progress` as a dict. Raises ValueError for a damaged checkpoint: a file that is missing or cut short."""
+    from safetensors import safe_open
+
+    file = checkpoint / "trainer.pt"
+    try:
+        # mmap: the optimizer's tensors, gigabytes of them, are not read here
+        progress: dict[str, Any] = dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["progress"])
+        file = checkpoint / "config.json"
+        json.loads(file.read_text(encoding="utf-8"))
+        file = checkpoint / "*.safetensors"
+        weights = sorted(checkpoint.glob("*.safetensors"))
+        if not weights:
+            raise FileNotFoundError(file)
+        for file in weights:
+            with safe_open(file, "pt"):  # compares the header with the file's length
+                pass
+    except Exception as error:  # zip's, pickle's, torch's, safetensors' and the file system's
+        raise ValueError(
+            f"resume={checkpoint}: {file.name} cannot be read ({type(error).__name__}); resume from another checkpoint"
+        ) from error
+    return progress
 
 
 def load(path: Path) -> dict[str, Any]:

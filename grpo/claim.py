@@ -27,13 +27,12 @@ from grpo.record import FILES
 log = logging.getLogger(__name__)
 
 # Where and how a run is asked for, not what it computes: may differ between the parts of one run.
-ELSEWHERE = ("dry_run", "resume", "rollout.urls", "rollout.host", "rollout.port", "rollout.api_key")
-# What a checkpoint holds or counts in, so that another value would not be in force, or not mean what it says: the
-# cursor counts groups of this size, in this order (law 2); weights and optimizer state are restored as they were.
+ELSEWHERE = ("dry_run", "resume", "resume_force", "rollout.urls", "rollout.host", "rollout.port", "rollout.api_key")
+# What a checkpoint counts in, so that with another value the run is no longer the one that was begun: the cursor counts
+# prompts in this order, taken so many a step. With resume_force it goes on all the same.
+COUNTED = ("seed", "train.batch_size", "rollout.group_size")
+# What a checkpoint holds, so that another value would not be in force, whatever is asked for.
 FIXED = (
-    "seed",
-    "train.batch_size",
-    "rollout.group_size",
     "model.path",
     "model.dtype",
     "model.optimizer",
@@ -77,7 +76,7 @@ def save_config(folder: Path, cfg: DictConfig, hydra: HydraConf) -> None:
 def task_overrides(hydra: HydraConf) -> list[str]:
     """What the user has changed, as written."""
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    return [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("resume", "dry_run")]
+    return [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("resume", "resume_force", "dry_run")]
 
 
 def differences(folder: Path, cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
@@ -92,6 +91,30 @@ def differences(folder: Path, cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
     now = _flat(OmegaConf.to_container(cfg, resolve=False))
     keys = [key for key in {**before, **now} if key not in ELSEWHERE]
     return {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+
+
+def fingerprints(report: Any, path: str = "") -> dict[str, str]:
+    """Of every table in a data set's report, by its place there."""
+    found: dict[str, str] = {}
+    for key, value in report.items():
+        if key == "fingerprint":
+            found[path] = value
+        elif isinstance(value, dict):
+            found |= fingerprints(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def check_rows(before: dict[str, str] | None, now: dict[str, str], *, forced: bool) -> None:
+    """Raises ValueError when the rows are not those that the run began with: its cursor counts in those."""
+    if before is None or before == now:
+        return
+    where = ", ".join(sorted(k for k in {**before, **now} if before.get(k) != now.get(k)))
+    if not forced:
+        raise ValueError(
+            f"data: the rows of {where} are not those that the run began with (other content or order); put them back, "
+            "or resume_force=true goes on with these"
+        )
+    log.warning("resumed with other rows than the run began with: %s", where)
 
 
 def discard(folder: Path) -> None:
@@ -133,12 +156,13 @@ def _begin(folder: Path) -> None:
 
 def _changes(folder: Path, cfg: DictConfig) -> list[str]:
     changed = differences(folder, cfg)
-    for key in FIXED:
+    for key in (*FIXED, *(() if cfg.get("resume_force") else COUNTED)):
         if key in changed:
             before, now = changed[key]
+            forced = "resume_force=true goes on all the same, or " if key in COUNTED else ""
             raise ValueError(
-                f"{key}={now}: the run in {folder} has {key}={before}, and cannot go on with another; "
-                "start a new run (model.path=<checkpoint> begins with its weights)"
+                f"{key}={now}: the run in {folder} has {key}={before}, and cannot go on with another as the same run; "
+                f"{forced}start a new run (model.path=<checkpoint> begins with its weights)"
             )
     return [f"{key}: {before} before, {now} now" for key, (before, now) in changed.items()]
 

@@ -132,7 +132,7 @@ def prepare(argv: list[str]) -> None:
     run = run_folder(path)
     saved = [str(o) for o in _yaml(run / ".hydra" / "overrides.yaml")]
     named = {_key(a) for a in overrides}
-    kept = [o for o in saved if _key(o) not in named and _key(o) not in ("resume", "dry_run")]
+    kept = [o for o in saved if _key(o) not in named and _key(o) not in ("resume", "dry_run", "resume_force")]
     rest = [a for a in overrides if a not in given]
     argv[1:] = [
         *flags,
@@ -182,31 +182,16 @@ def checkpoint_of(value: str | None, steps: int) -> Path | None:
     """The checkpoint that `resume` means. Raises ValueError when there is none, or none of `steps` is left to make."""
     if value is None:
         return None
-    from grpo.checkpoint import find
+    from grpo.checkpoint import find_whole
 
-    checkpoint = find(Path(value))
-    made = position(checkpoint)["step"]
+    checkpoint, progress = find_whole(Path(value))
+    made = progress["step"]
     state = OmegaConf.create(_yaml(checkpoint.parent.parent / "status.json") or {}).get("state")
     if made > steps or (made == steps and state == "finished"):
         raise ValueError(
             f"resume={value}: has made {made} of train.steps={steps}; to go on, give more: train.steps=<n>"
         )
     return checkpoint
-
-
-def position(checkpoint: Path) -> dict[str, Any]:
-    """Where the run stood: `grpo.checkpoint.Position` as a dict. Raises ValueError for a damaged checkpoint."""
-    import torch
-
-    try:
-        # mmap: the optimizer's tensors, gigabytes of them, are not read here
-        state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
-        progress: dict[str, Any] = dict(state["progress"])
-    except Exception as error:  # zip's, pickle's, torch's and the file system's
-        raise ValueError(
-            f"resume={checkpoint}: trainer.pt cannot be read ({type(error).__name__}); resume from another checkpoint"
-        ) from error
-    return progress
 
 
 def _config_flags(run: Path, given: list[str]) -> list[str]:

@@ -31,6 +31,7 @@ ROOT_KEYS = {
     "name": (str, "a name"),
     "mode": (str, "train or eval"),
     "dry_run": (bool, "true or false"),
+    "resume_force": (bool, "true or false"),
 }
 GROUPS = ("train", "model", "data", "rollout", "loss", "sync", "track")
 

@@ -188,24 +188,52 @@ class Recorder:
         write_atomic(self.folder / "status.json", text, durable=durable)
 
     def finish(self, state: str, summary: dict[str, Any], error: BaseException | None = None) -> None:
-        """state: finished, failed or interrupted. Written in every ending that lets us write."""
+        """state: finished, failed or interrupted. Written in every ending that lets us write: on a full disk what
+        there is room for, at least the state."""
         self.status.update(state=state, ended=now(), error=describe(error) if error is not None else None)
-        write_atomic(self.folder / "summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
-        self.write_status()
+        try:
+            self.write_status()
+            write_atomic(self.folder / "summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
+        except OSError as full:
+            print(f"error: the ending cannot be written in full: {full}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                self._write_status_in_place()
         self._mirrored("close", state, summary)
         self.close()
 
     def close(self) -> None:
         """Close the files; `finish` does it too."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(
+                OSError
+            ):  # a rest that found no room is lost, and was an error when it was written
+                file.close()
 
     # ---- inside ----
 
+    def _write_status_in_place(self) -> None:
+        """Into the room that the old one has: a full disk has no other. A traceback may not fit, the rest does."""
+        path = self.folder / "status.json"
+        path.with_name("status.json.tmp").unlink(missing_ok=True)
+        room = path.stat().st_size
+        text = json.dumps(jsonable(self.status), indent=1)
+        if len(text.encode()) > room:
+            error = self.status["error"]
+            brief = error and {**error, "message": error["message"][:200], "traceback": "(in run.log)"}
+            text = json.dumps(jsonable({**self.status, "error": brief}))
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.truncate()
+
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         file = self._files[name]
-        file.write("".join(json.dumps(jsonable(line), allow_nan=False) + "\n" for line in lines))
-        file.flush()
+        try:
+            file.write("".join(json.dumps(jsonable(line), allow_nan=False) + "\n" for line in lines))
+            file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{name} cannot be written: {error.strerror}", str(self.folder / name)
+            ) from error
 
     def _mirrored(self, method: str, *args: Any) -> None:
         try:

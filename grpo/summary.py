@@ -40,6 +40,13 @@ def summarize(
     totals = trainer.ledger.totals()
     training = sum(trainer.totals.get(f"time/{part}_s", 0.0) for part in ("wait_rollouts", "train", "sync"))
     wall = max(trainer.recorded_at - trainer.training_since, 1e-9)  # evaluations in between included
+    saves = trainer.checkpoints
+    summary["checkpoints"] = {
+        "written": saves.written,
+        "failed": trainer.saves_failed,
+        "seconds": saves.seconds,
+        "bytes": saves.bytes,
+    }
     summary["tokens"] = totals
     summary["outcomes"] = trainer.ledger.accounts()
     if training > 0:

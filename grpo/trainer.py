@@ -74,10 +74,14 @@ class Trainer:
     recorded_at: float = 0.0
     training_since: float = 0.0
     optimizer_steps: int = 0
+    recorded: int = 0  # the last step that is in the run folder
+    saved: dict[str, float] = field(default_factory=dict)  # of a checkpoint since the last line: seconds, bytes
+    saves_failed: int = 0
 
     def run(self) -> str:
         """Train to the last step, or until the data ends or nothing is left to learn; says why it stopped."""
         self.optimizer_steps = self.step_fn.optimizer.steps
+        self.recorded = self.step
         self.version = self.step  # one sync a step: after a resume the count goes on where it was
         self._sync(first=True)
         if self.step == 0:
@@ -118,7 +122,7 @@ class Trainer:
             if self.eval_every and self.step % self.eval_every == 0 and self.step < self.steps:
                 self._evaluate()
             if self.checkpoint_every and self.step % self.checkpoint_every == 0 and self.step < self.steps:
-                self.save()
+                self._save_if_room()
         self._evaluate()
         if self.checkpoint_every:
             self.save()
@@ -136,15 +140,24 @@ class Trainer:
         """A checkpoint of the last finished step."""
         started = time.monotonic()
         position = Position(self.step, self.version, self.groups, self.places, self.ledger.accounts())
-        self.checkpoints.save(self.step_fn.policy, self.step_fn.optimizer, position)
+        self.saved = self.checkpoints.save(self.step_fn.policy, self.step_fn.optimizer, position)
         self._spent("checkpoint", started)
+
+    def _save_if_room(self) -> None:
+        """A checkpoint on the way: a full disk costs the checkpoint, not the run. (The last one must succeed.)"""
+        try:
+            self.save()
+        except OSError as error:
+            self.saves_failed += 1
+            log.warning("no checkpoint of step %d, the run goes on: %s", self.step, error)
 
     def try_save(self) -> None:
         """A checkpoint after a failure, where the parameters are those of the last finished step."""
         if not self.checkpoint_every or not self.step:
             return
-        if self.step_fn.optimizer.steps != self.optimizer_steps:
-            log.warning("no checkpoint of this ending: it came inside step %d", self.step + 1)
+        if self.step_fn.optimizer.steps != self.optimizer_steps or self.recorded != self.step:
+            at = max(self.step, self.recorded + 1)
+            log.warning("no checkpoint of this ending: step %d is not made and recorded as a whole", at)
             return
         try:
             self.save()
@@ -212,10 +225,12 @@ class Trainer:
             "sampler/restarts": self.loader.client.roster.returns,
             "sampler/servers_out": len(self.loader.client.roster.out),
         }
+        line |= self.saved
         drift = self.step_fn.loss.drift.check(line)
         line["drift"] = drift
         self.recorder.rollouts(self.step, groups, version)
         self.recorder.metrics(line)
+        self.recorded, self.saved = self.step, {}
         self.display.step(line)
         for name, seconds in times.items():
             self.totals[name] = self.totals.get(name, 0.0) + seconds

@@ -97,6 +97,27 @@ def test_what_a_checkpoint_counts_in_or_restores_cannot_change(tmp_path: Path, o
     assert contents(folder) == before
 
 
+def test_resume_force_goes_on_with_another_order_but_never_with_another_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(1,))
+    checkpoint = folder / "checkpoints" / "step_000001"
+    with (
+        pytest.raises(ValueError, match=r"resume_force=true goes on"),
+        claim(folder, *config("seed=1"), checkpoint, again=False),
+    ):
+        pytest.fail("it was claimed")
+    with (
+        pytest.raises(ValueError, match=r"model.dtype=.*cannot go on"),
+        claim(folder, *config("model.dtype=bfloat16", "resume_force=true"), checkpoint, again=False),
+    ):
+        pytest.fail("it was claimed")
+    with claim(folder, *config("seed=1", "train.batch_size=64", "resume_force=true"), checkpoint, again=False):
+        assert "seed: 0 before, 1 now" in caplog.text
+        assert "train.batch_size: 128 before, 64 now" in caplog.text
+    assert "resume_force" not in (folder / ".hydra" / "overrides.yaml").read_text()
+
+
 def test_other_settings_may_change_and_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = begun(tmp_path / "run", "train.steps=4", "model.lr=1e-4", checkpoints=(2,))
     changed = config("train.steps=9", "model.lr=1e-5", "rollout.urls=['http://a:1']", "resume=/x")

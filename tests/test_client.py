@@ -162,6 +162,18 @@ def test_an_answer_larger_than_the_limit_is_not_read(server: FakeServer) -> None
         generate(server)
 
 
+def test_each_retry_is_counted_and_logged_with_its_reason(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    sync(server)
+    server.add_fault(Fault("generate", status=503, times=2))
+    with caplog.at_level("DEBUG", "grpo.rollout.client"):
+        with_client([server.url], lambda c: c.generate(PROMPT, SAMPLING, request_id="r17"))
+    debug = [r.getMessage() for r in caplog.records if r.levelname == "DEBUG"]
+    assert len(debug) == 2
+    assert all("r17" in line and "status 503" in line for line in debug)
+    shown = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    assert len(shown) == 1, "one line in RETRIES_SHOWN_EVERY seconds"
+
+
 def test_control_calls_look_at_the_status(server: FakeServer) -> None:
     server.add_fault(Fault("pause", status=500))
     with pytest.raises(TransientError, match=r"POST .*/pause: status 500"):

@@ -1,0 +1,144 @@
+"""A full disk and damaged checkpoints: what is whole stays whole, and the ending says why."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+from loop import loop
+
+from grpo import checkpoint, record
+from grpo.claim import check_rows, fingerprints
+from grpo.record import Recorder
+
+
+def status(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return content
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_full_disk_ends_the_run_by_name_without_a_checkpoint_of_the_step_that_is_not_recorded(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # every write: no space left on device
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, zero_variance="keep", checkpoint_every=1) as trainer,
+    ):
+        with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: No space left on device") as caught:
+            trainer.run()
+        trainer.try_save()
+        trainer.recorder.finish("failed", {"state": "failed"}, caught.value)
+    assert not (tmp_path / "checkpoints").exists()
+    assert status(tmp_path)["state"] == "failed"
+
+
+def test_the_state_is_written_where_nothing_else_finds_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path, steps=3, facts={"pad": "x" * 400})
+    size = (tmp_path / "status.json").stat().st_size
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record, "write_atomic", full)
+    recorder.finish("failed", {}, RuntimeError("y" * 10_000))
+    assert (status(tmp_path)["state"], status(tmp_path)["error"]["type"]) == ("failed", "RuntimeError")
+    assert (tmp_path / "status.json").stat().st_size < size + 600, "the long message stays out"
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_finds_no_room_does_not_end_the_run_but_the_last_one_does(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([0, 1 << 40, 0])
+    real = shutil.disk_usage
+
+    def disk_usage(path: Any) -> Any:
+        return SimpleNamespace(free=next(free)) if Path(path).name == "checkpoints" else real(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, steps=3, zero_variance="keep", checkpoint_every=1) as trainer,
+    ):
+        with pytest.raises(OSError, match=r"GB free, a checkpoint needs .* GB; make room"):
+            trainer.run()
+        assert (trainer.saves_failed, trainer.checkpoints.written) == (1, 1)
+    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_000002"]
+    first, second, third = lines(tmp_path)
+    assert "checkpoint/bytes" not in first.keys() | second.keys()
+    files = (tmp_path / "checkpoints" / "step_000002").rglob("*")
+    assert third["checkpoint/bytes"] == sum(file.stat().st_size for file in files)
+    assert third["checkpoint/seconds"] > 0
+
+
+@pytest.fixture
+def saved(tiny_dir: Path, tmp_path: Path) -> Path:
+    """A run folder with checkpoints of steps 1 and 2."""
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, steps=2, zero_variance="keep", checkpoint_every=1) as trainer,
+    ):
+        trainer.run()
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "config.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    saved: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = saved / "checkpoints" / "step_000002"
+    if damage == "cut":
+        content = (newest / file).read_bytes()
+        (newest / file).write_bytes(content[: len(content) // 2])
+    else:
+        (newest / file).unlink()
+    found, progress = checkpoint.find_whole(saved)
+    assert (found.name, progress["step"]) == ("step_000001", 1)
+    assert "step_000002" in caplog.text
+    assert "trying the one before" in caplog.text
+    if file != "trainer.pt":
+        with pytest.raises(ValueError, match=r"step_000002: .* cannot be read"):  # asked for by name
+            checkpoint.find_whole(newest)
+
+
+def test_where_every_checkpoint_is_damaged_the_newest_is_named(saved: Path) -> None:
+    for path in checkpoint.complete(saved / "checkpoints"):
+        (path / "trainer.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step_000002: trainer.pt cannot be read"):
+        checkpoint.find_whole(saved)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(saved: Path, tiny_dir: Path) -> None:
+    left = saved / "checkpoints" / ".step_000009.tmp"
+    left.mkdir()
+    shutil.rmtree(saved / "checkpoints" / "step_000002")
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, saved, steps=2, zero_variance="keep", checkpoint_every=2) as trainer,
+    ):
+        trainer.run()
+    assert not left.exists()
+    assert (saved / "checkpoints" / "latest").read_text().strip() == "step_000002"
+
+
+def test_other_rows_are_refused_unless_forced(caplog: pytest.LogCaptureFixture) -> None:
+    report = {"seconds": 1.0, "train": {"rows": 3, "fingerprint": "a"}, "math": {"train": {"fingerprint": "b"}}}
+    before = fingerprints(report)
+    assert before == {"train": "a", "math.train": "b"}
+    check_rows(before, dict(before), forced=False)
+    check_rows(None, before, forced=False)  # a checkpoint of an earlier version says nothing
+    with pytest.raises(ValueError, match=r"rows of math.train .*resume_force=true"):
+        check_rows(before, {"train": "a", "math.train": "c"}, forced=False)
+    check_rows(before, {"train": "z", "math.train": "b"}, forced=True)
+    assert "other rows than the run began with: train" in caplog.text

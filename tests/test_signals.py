@@ -1,0 +1,75 @@
+"""A signal within a wait: an evaluation is given up, a sync that is under way is finished, then the run ends."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from fake_faults import Fault
+from fake_server import FakeServer
+from loop import loop
+
+from grpo.evaluate import Evaluator
+from grpo.rollout import loader as loader_module
+from grpo.signals import Interrupted
+from grpo.trainer import Trainer
+from grpo.types import Prompt
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "LOOK_EVERY", 0.02)
+
+
+def terminate(trainer: Trainer) -> None:
+    """What SIGTERM's handler does while the run trains."""
+    trainer.signals.received = signal.SIGTERM
+
+
+def test_an_evaluation_ends_with_a_signal(tiny_dir: Path, tmp_path: Path) -> None:
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, eval_every=1, verify_every=0, timeout=600.0) as trainer,
+    ):
+        old = trainer.evaluator
+        prompt = Prompt(0, "eval/0", "", [5, 6], {})
+        trainer.evaluator = Evaluator(old.loader, old.recorder, {"held_out": [prompt]}, old.sampling, 1, 600.0)
+        hanging = server.add_fault(Fault("generate", hang=True, after=8))  # the first sync is proven by 8 probes
+
+        def signal_then() -> None:
+            server.wait_for(lambda s: hanging.hits > 0)
+            terminate(trainer)
+
+        waiting = threading.Thread(target=signal_then)
+        waiting.start()
+        with pytest.raises(Interrupted):
+            trainer.run()
+        waiting.join()
+        server.clear_faults()
+    assert (tmp_path / "evals.jsonl").read_text() == ""
+
+
+def test_a_signal_within_a_sync_waits_for_its_end_and_a_checkpoint_of_the_step_follows(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, zero_variance="keep", verify_every=0, checkpoint_every=100) as trainer,
+    ):
+        slow = server.add_fault(Fault("update_weights", delay=0.5, after=1, times=1))
+
+        def signal_then() -> None:
+            server.wait_for(lambda s: slow.hits > 0)
+            terminate(trainer)
+
+        waiting = threading.Thread(target=signal_then)
+        waiting.start()
+        with pytest.raises(Interrupted):
+            trainer.run()
+        waiting.join()
+        trainer.try_save()
+        assert server.engine.version == "1"
+        assert server.engine.paused is None
+        assert not server.engine.session_open
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000001"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
