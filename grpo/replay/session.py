@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from grpo import checkpoint as checkpoints
-from grpo import cli, preflight, token_record
+from grpo import preflight, token_record
 from grpo.build import make_optimizer, make_policy
 from grpo.model import Policy
 from grpo.record import jsonable, write_atomic
@@ -152,7 +152,7 @@ def _step(path: Path) -> int:
 
 def _position(path: Path) -> dict[str, Any]:
     try:
-        return cli.position(path)
+        return checkpoints.inspect(path)
     except ValueError as error:
         raise ValueError(f"checkpoint={path}: trainer.pt cannot be read; choose another") from error
 
