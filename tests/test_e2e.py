@@ -17,6 +17,9 @@ from real_run import Run, check_laws
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
+from grpo.replay.__main__ import main as replay
+from grpo.token_record import recorded_steps
+
 pytest_plugins = ["real_servers"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -139,9 +142,13 @@ def test_staleness_0_is_on_policy_and_does_not_depend_on_what_the_server_did_bef
 def test_completions_live_through_syncs_and_their_ratio_stays_exact(
     attached: Callable[..., Run], untied_server: RealServer
 ) -> None:
-    """CASES 31, as a run sees it: tokens that an old completion got after a sync have lag 0 and the ratio 1."""
+    """CASES 31, as a run sees it: tokens that an old completion got after a sync have lag 0 and the ratio 1.
+
+    What is recorded of them is enough to compute a step again.
+    """
     long = ("data.max_tokens=300", "data.reward=[{kind: length, target: 200, scale: 100}]", "train.eval_every=3")
-    run = finish(attached(untied_server, "rollout.max_staleness=2", "train.steps=7", *long))
+    recorded = ("train.record_tokens=true", "train.checkpoint_every=6")
+    run = finish(attached(untied_server, "rollout.max_staleness=2", "train.steps=7", *long, *recorded))
     check_laws(run, steps=7, max_staleness=2)
     metrics, rollouts = run.lines("metrics"), run.lines("rollouts")
     assert max(row["lag"] for row in rollouts) == 2
@@ -153,6 +160,10 @@ def test_completions_live_through_syncs_and_their_ratio_stays_exact(
     assert survived > 50
     old = [line["lag_2/kl"] for line in metrics if "lag_2/kl" in line]
     assert max(old) > 1e-4  # the weights did change meanwhile: a ratio of 1 is no matter of course
+    assert replay([str(run.folder), "loss=tis"]) == 0  # step 7 at checkpoint 6: the run's own numbers came out
+    (step,) = json.loads((run.folder / "replay.json").read_text())["steps"]
+    assert step["proof"]["figures"].keys() >= {"loss", "grad_norm", "kl/sampler"}
+    assert step["losses"][1]["metrics"]["lag/max"] >= 1
 
 
 def test_pause_wait_lets_requests_finish(attached: Callable[..., Run], untied_server: RealServer) -> None:
@@ -175,7 +186,8 @@ def test_two_servers_then_kill_9_then_resume(
     start: Start, task: Callable[..., list[str]], untied_server: RealServer
 ) -> None:
     """Both servers get every version (each sync is proven on both); none survives a run that cannot say goodbye."""
-    run = start(*task(), "rollout.servers=2", "train.steps=500", "train.checkpoint_every=2")
+    recorded = ("train.record_tokens=true", "train.checkpoint_every=2")
+    run = start(*task(), "rollout.servers=2", "train.steps=500", *recorded)
     run.until_steps(5)
     assert len(run.below("VLLM::EngineCore")) == 2
     run.kill()
@@ -183,6 +195,8 @@ def test_two_servers_then_kill_9_then_resume(
     assert run.status()["state"] == "running"
     again = finish(Run(run.folder, f"rollout.urls=[{untied_server.url}]", "train.steps=8", resume=True))
     check_laws(again, steps=8, max_staleness=1)
+    assert recorded_steps(run.folder) == list(range(1, 9))
+    assert replay([str(run.folder)]) == 0
 
 
 def test_sigterm_while_the_server_starts(start: Start) -> None:
