@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, preflight, sweep
 from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
+from grpo.rollout.kept import kept
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
@@ -39,7 +40,7 @@ def main(cfg: DictConfig) -> float | None:
         try:
             before = sweep.before(folder, cfg) if in_sweep and not cfg.dry_run else sweep.Before()
             if before.summary is not None:
-                print(f"job {hydra_cfg.job.num}: finished before, skipped")
+                sweep.skip(hydra_cfg.job.num)
                 return before.summary.get("objective")
             plan = preflight.check(cfg, ROOT)
             if cfg.dry_run:
@@ -104,6 +105,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                         # Who ends a job often signals every process of it: the servers have gone first, that is all.
                         state, failure = "interrupted", Interrupted(signals.received)
                         reason = f"{failure}; {reason}"
+                kept.ended(failure, synced=trainer is None or not trainer.weights.broken_off)
                 if trainer is not None and state != "finished":
                     trainer.try_save()
                 if trainer is not None:
@@ -124,7 +126,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
         sys.exit(128 + failure.signum)
     if failure is not None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise sweep.failed(folder, reason) from failure
+            raise sweep.failed(folder, reason, cfg) from failure
         print(f"error: {reason.splitlines()[0]}\n(the traceback is in {folder}/run.log)", file=sys.stderr)
         sys.exit(1)
     objective = summary.get("objective")
@@ -142,7 +144,6 @@ def make(
 ) -> "Trainer | Evaluation":
     """Every object of a run, wired. What must be closed is closed by `stack`, in reverse order."""
     from grpo.progress import Display
-    from grpo.rollout.server import launch_servers
 
     train, rollout, sync, model = plan.train, plan.rollout, plan.sync, plan.model
     display = Display(train.steps, first_step=recorder.status["step"])
@@ -150,9 +151,9 @@ def make(
     for line in plan.lines():
         log.info("%s", line)
     # The servers start while we import and load.
-    display.phase(f"starting {'no' if rollout.urls else rollout.servers} server(s), loading {plan.model_path}")
     clock = time.monotonic()
-    servers = launch_servers(
+    stack.callback(kept.give_back)
+    servers = kept.take(
         rollout,
         model=plan.model_path,
         dtype=model.dtype,
@@ -161,8 +162,11 @@ def make(
         backend=plan.sync_backend,
         memory=model.server_memory,
         folder=folder,
+        env_set=HydraConfig.get().job.env_set,
     )
-    stack.callback(servers.stop)
+    how = "attached" if rollout.urls else "kept" if kept.reused else "launched"
+    recorder.update_status(servers=how)
+    display.phase(f"{len(servers.urls)} server(s) {how}, loading {plan.model_path}")
 
     import torch
     from transformers import AutoTokenizer

@@ -27,7 +27,10 @@ from grpo.record import FILES
 log = logging.getLogger(__name__)
 
 # Where and how a run is asked for, not what it computes: may differ between the parts of one run.
-ELSEWHERE = ("dry_run", "resume", "resume_force", "rollout.urls", "rollout.host", "rollout.port", "rollout.api_key")
+ELSEWHERE = (
+    *("dry_run", "resume", "resume_force", "fail_fast"),
+    *("rollout.urls", "rollout.host", "rollout.port", "rollout.api_key", "rollout.keep_server"),
+)
 # What a checkpoint counts in, so that with another value the run is no longer the one that was begun: the cursor counts
 # prompts in this order, taken so many a step. With resume_force it goes on all the same.
 COUNTED = ("seed", "train.batch_size", "rollout.group_size")

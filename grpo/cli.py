@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo import sweep
+from grpo.rollout.kept import kept
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # What Hydra raises over a command, a configuration or a folder that cannot be made. Failures of a run do not get here.
@@ -68,8 +69,10 @@ def start(main: Callable[[], Any], argv: list[str]) -> None:
         main()
     except BaseException as error:
         ending = error
+    finally:
+        kept.close()
     status = sweep.finish(ending)
-    if ending is None or isinstance(ending, sweep.JobFailed):
+    if ending is None or isinstance(ending, sweep.JobFailed | sweep.Stopped):
         sys.exit(status or 0)
     if isinstance(ending, KeyboardInterrupt):  # before or after training, which has its own handlers
         print("error: interrupted", file=sys.stderr)

@@ -21,6 +21,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo.rollout.kept import kept
 from grpo.rollout.server import check_port
 from grpo.settings import Model, Rollout, Sync, Train, fits, type_name
 
@@ -32,6 +33,7 @@ ROOT_KEYS = {
     "mode": (str, "train or eval"),
     "dry_run": (bool, "true or false"),
     "resume_force": (bool, "true or false"),
+    "fail_fast": (bool, "true or false"),
 }
 GROUPS = ("train", "model", "data", "rollout", "loss", "sync", "track")
 
@@ -356,7 +358,8 @@ def check_server(rollout: Rollout) -> None:
         )
     if rollout.port is not None:
         for port in range(rollout.port, rollout.port + rollout.servers):
-            check_port(rollout.host, port)
+            if not kept.holds(port):
+                check_port(rollout.host, port)
 
 
 def check_reachable(urls: list[str]) -> None:

@@ -119,6 +119,7 @@ class Rollout(Checked):
     zero_variance_batches: int
     seeded: bool
     servers: int
+    keep_server: bool
     host: str
     port: int | None
     api_key: str | None

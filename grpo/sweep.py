@@ -16,29 +16,61 @@ from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from grpo import isolation
 from grpo.claim import differences, discard, save_config, task_overrides
+from grpo.rollout.kept import kept
+from grpo.sweep_progress import SweepProgress, count_jobs
 
 log = logging.getLogger(__name__)
 
 _folder: list[Path] = []
 _failures: dict[str, str] = {}  # job -> why
+_jobs: list[SweepProgress] = []
 
 
 class NoteFolder(Callback):
-    """Hydra's callback (conf/config.yaml): remembers where the sweep of this process is."""
+    """Hydra's callback (conf/config.yaml): what is done around the jobs.
+
+    Under a launcher that gives jobs processes of their own, those see `on_job_*` and no start of a multirun.
+    """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _folder.append(Path(config.hydra.sweep.dir).resolve())
+        _jobs.append(SweepProgress(count_jobs(config)))
+        kept.open(_folder[-1])
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if _jobs:
+            _jobs[-1].start()
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        failed = job_return.status == JobStatus.FAILED
+        if failed:
+            isolation.forget_frames(job_return._return_value)
+        isolation.clean()
+        if not _jobs:
+            return
+        _jobs[-1].end(failed=failed)
+        if config.dry_run is not True and (line := _jobs[-1].line()):
+            Console().print(line, highlight=False, soft_wrap=True)
 
 
 class JobFailed(Exception):  # noqa: N818
     """A job of a sweep failed; its folder has the reason. The sweep goes on with the others."""
+
+
+class Stopped(BaseException):
+    """A job of a sweep failed and `fail_fast` is set. Hydra goes on after an Exception."""
 
 
 class OtherJob(ValueError):  # noqa: N818
@@ -70,7 +102,14 @@ def before(folder: Path, cfg: DictConfig) -> Before:
     return Before(checkpoint=checkpoints[-1] if checkpoints else None)
 
 
-def refuse(folder: Path, cfg: DictConfig, hydra: HydraConf, error: ValueError) -> JobFailed:
+def skip(job: int) -> None:
+    """This job has finished before."""
+    print(f"job {job}: finished before, skipped")
+    if _jobs:
+        _jobs[-1].skipped = True
+
+
+def refuse(folder: Path, cfg: DictConfig, hydra: HydraConf, error: ValueError) -> JobFailed | Stopped:
     """Leave a job's mistake in its own folder: run.log, status.json. Returns what is to be raised."""
     log.error("refused: %s", error)
     if cfg.dry_run is not True and not _progress(folder):  # what an earlier start has recorded stays as it is
@@ -79,14 +118,14 @@ def refuse(folder: Path, cfg: DictConfig, hydra: HydraConf, error: ValueError) -
         save_config(folder, cfg, hydra)
         recorder = Recorder(folder, steps=0, facts={"overrides": task_overrides(hydra)})
         recorder.finish("failed", {"state": "failed", "reason": str(error), "eval": {}}, error)
-    return failed(folder, str(error))
+    return failed(folder, str(error), cfg)
 
 
-def failed(folder: Path, why: str) -> JobFailed:
-    """Note a failure for the end. Returns what is to be raised: an Exception, so that the sweep goes on."""
+def failed(folder: Path, why: str, cfg: DictConfig) -> JobFailed | Stopped:
+    """Note a failure for the end. Returns what is to be raised, which decides whether the sweep goes on."""
     job = _name(folder)
     _failures[job] = why
-    return JobFailed(f"job {job}: {why}")
+    return (Stopped if cfg.fail_fast is True else JobFailed)(f"job {job}: {why}")
 
 
 def finish(error: BaseException | None) -> int | None:
@@ -106,7 +145,8 @@ def finish(error: BaseException | None) -> int | None:
             discard(folder)
         return 1 if _failures else None
     bad = print_table(folder, jobs)
-    if isinstance(error, SystemExit | KeyboardInterrupt):
+    last = bool(_jobs) and _jobs[-1].started == _jobs[-1].total
+    if isinstance(error, SystemExit | KeyboardInterrupt | Stopped) and not last:
         print(f"not all jobs were started; the others run with the same command and hydra.sweep.dir={folder}")
     return 1 if bad or _failures else 0
 

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 class Sync(Protocol):
     """Gets the current weights to every server as `version`, and returns when all have confirmed it."""
 
+    @property
+    def broken_off(self) -> bool: ...  # in a sync, or one has failed: what the servers hold is unknown
+
     def sync(self, version: int) -> Any: ...
 
 

@@ -79,6 +79,11 @@ class Revival:
         weights.lost = self._lost
         loader.watch, loader.tend = self.watch, self.tend
 
+    @property
+    def broken_off(self) -> bool:
+        """Whether a sync is going on, or has failed: what the servers hold is unknown."""
+        return self.weights.broken_off
+
     # ---- in the loader's loop ----
 
     def watch(self) -> None:

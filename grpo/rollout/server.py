@@ -148,6 +148,15 @@ class Servers:
         self.launched = list(launched)
         self.urls = [url.rstrip("/") for url in urls] or [server.url for server in self.launched]
 
+    def launch(self) -> None:
+        """Start the launched ones and return; all or none. Raises ValueError when a port is taken."""
+        try:
+            for server in self.launched:
+                server.launch()
+        except BaseException:
+            self.stop()
+            raise
+
     def wait_ready(self, timeout: float) -> None:
         """Return once every server answers /health."""
         deadline = time.monotonic() + timeout
@@ -176,7 +185,7 @@ class Servers:
             server.stop()
 
 
-def launch_servers(
+def plan_servers(
     rollout: Rollout,
     *,
     model: str,
@@ -186,11 +195,13 @@ def launch_servers(
     backend: str,
     memory: float,
     folder: Path,
+    inherited: dict[str, str],
 ) -> Servers:
-    """Start what `rollout` asks for and return at once; `rollout.urls` starts nothing.
+    """What `rollout` asks for, not launched yet (`Servers.launch`); of `rollout.urls` nothing will be.
 
     backend: disk, ipc or nccl. memory: the server's share of a GPU that it shares with the trainer. folder: gets the
-    logs, server.log, or server-0.log, server-1.log, ... Raises ValueError when a port is taken or GPUs are too few.
+    logs, server.log, or server-0.log, server-1.log, ... inherited: the environment that the servers' own is made from.
+    Raises ValueError when GPUs are too few.
     """
     if rollout.urls:
         return Servers([], rollout.urls)
@@ -227,7 +238,7 @@ def launch_servers(
             extra=rollout.extra_args,
         )
         environment = vllm_environment(
-            dict(os.environ),
+            inherited,
             device=device,
             backend=backend,
             threads=threads,
@@ -238,14 +249,7 @@ def launch_servers(
         log = folder / ("server.log" if rollout.servers == 1 else f"server-{i}.log")
         command = [sys.executable, "-P", "-m", "grpo.rollout.vllm_main", *arguments]
         servers.append(VLLMServer(command, host=rollout.host, port=port, environment=environment, log=log))
-    started = Servers(servers)
-    try:
-        for server in servers:
-            server.launch()
-    except BaseException:
-        started.stop()
-        raise
-    return started
+    return Servers(servers)
 
 
 def healthy(url: str, timeout: float = 2.0) -> bool:

@@ -107,6 +107,7 @@ class WeightSync:
         self.lost: Callable[[list[str]], list[str]] = lambda urls: []  # which of these servers are gone
         self._known = list(controls)
         self._attached = False
+        self.broken_off = False  # in a sync, or one has failed: what the servers hold is unknown
         self._pool = ThreadPoolExecutor(max_workers=len(controls), thread_name_prefix="weight-sync")
 
     def attach(self) -> None:
@@ -147,6 +148,7 @@ class WeightSync:
         """Send the current weights as `version`; raises what failed, after the servers have been told to resume."""
         timings = SyncTimings(bytes=self.bytes)
         begin = time.monotonic()
+        self.broken_off = True
         while True:
             try:
                 self._exchange(version, timings)
@@ -155,6 +157,7 @@ class WeightSync:
                 if not self._without_lost(error):
                     raise
         self.cleanup(version)
+        self.broken_off = False
         timings.total_s = time.monotonic() - begin
         return timings
 
