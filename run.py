@@ -241,12 +241,16 @@ def make(
         limit=rollout.zero_variance_batches * plan.groups_per_step,
     )
     scorer = stack.enter_context(plan.data.rewards())
+    environments = plan.data.environments(tokenizer, stops)
+    if environments is not None:
+        stack.enter_context(environments)
     if train.record_tokens:
         recorder.tokens = TokenRecorder(folder, replay_facts(config, plan.model_path, scorer.weights))
     loader = Loader(
         source=data.train,
         client=client,
         scorer=scorer,
+        environments=environments,
         admission=Admission(
             groups_per_step=plan.groups_per_step,
             max_staleness=rollout.max_staleness,

@@ -93,6 +93,7 @@ class Trainer:
         self.generated_before = totals["generated"]
         self.tokens_at_start = {name: totals[name] for name in ("generated", "trained")}
         self.loader.take_activity()
+        self.loader.reward_stats()  # the first evaluation belongs to no step
         self.recorded_at = self.training_since = time.monotonic()
         self.loader.publish(self.version)
         reason = "all steps made"
@@ -216,6 +217,7 @@ class Trainer:
             "time/step_s": step_s,
             **times,
             **group_metrics(groups),
+            **self.loader.reward_stats(),
             **metrics,
             **{f"tokens/{name}": value for name, value in tokens.items()},
             "throughput/generated_tokens_per_s": generated / wall_s,

@@ -236,7 +236,7 @@ def test_prompts_with_unknown_tokens_are_counted(tmp_path: Path) -> None:
         ({"prompt": "{prompt"}, r"write \{\{ and \}\} for plain braces"),
         ({"answer_pattern": "("}, r"data.answer_pattern='\('"),
         ({"answer": None}, r"data.answer=null: the reward compares with an answer"),
-        ({"reward": "nonsense"}, r"data.reward=nonsense: choose one of exact_match, format"),
+        ({"reward": "nonsense"}, r"data.reward=nonsense: choose one of environment, exact_match, format"),
         ({"evals": {"x": {"nonsense": 1}}}, r"data.evals.x: .*nonsense"),
         ({"prompt": "{question}"}, r"data.prompt='\{question\}': .* has no column 'question'; it has answer, prompt"),
         ({"answer": "gold"}, r"data.answer='gold': .* has no column 'gold'; it has answer, prompt"),

@@ -6,10 +6,10 @@ docs/data.md is for users.
 """
 
 from grpo.data.base import Data, LoadedData
-from grpo.data.builtin import Arithmetic
+from grpo.data.builtin import Arithmetic, Guessing
 from grpo.data.files import Jsonl
 from grpo.data.gym import ReasoningGym
 from grpo.data.hub import Hub
 from grpo.data.mixture import Mixture
 
-__all__ = ["Arithmetic", "Data", "Hub", "Jsonl", "LoadedData", "Mixture", "ReasoningGym"]
+__all__ = ["Arithmetic", "Data", "Guessing", "Hub", "Jsonl", "LoadedData", "Mixture", "ReasoningGym"]

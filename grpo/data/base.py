@@ -12,19 +12,23 @@ import copy
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from grpo.data.render import Renderer
 from grpo.data.rows import Reader, Table
 from grpo.data.screen import Screened, choose, hold_out, screen, split
 from grpo.data.stream import PromptMaker, Stream
+from grpo.environments.build import build_environment
 from grpo.rewards import Rewards, build_rewards
 from grpo.rewards.base import ANSWER
 from grpo.rewards.options import at_least, check_types, one_of
 from grpo.types import Prompt, PromptSource
+
+if TYPE_CHECKING:
+    from grpo.environments.hosted import Hosted
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class Data:
 
     prompt: format string over columns. answer: column of the gold; null when the reward needs none. eval_rows: rows of
     each held-out set; without `evals`, so many are taken out of the training rows. duplicates: "drop" or "keep".
+    environment: what answers the policy between its turns (grpo.environments); null: a completion is one turn.
     """
 
     GENERATED: ClassVar[bool] = False  # rows made by our own code: a sample is looked at, not every row
@@ -64,6 +69,7 @@ class Data:
     eval_rows: int = 256
     epochs: int | None = None
     duplicates: str = "drop"
+    environment: Any = None
 
     def __post_init__(self) -> None:
         check_types(self, "data")
@@ -73,9 +79,12 @@ class Data:
         one_of(("drop", "keep"), "data", duplicates=self.duplicates)
         if self.template == "plain" and self.chat_template_kwargs:
             raise ValueError("data.chat_template_kwargs: a plain prompt has no chat template; use data.template=chat")
+        self.kind = build_environment(self.environment)
         self.reader = Reader(self.prompt, self.answer, self.answer_pattern)
         if self.rewards().needs_answer and self.answer is None:
             raise ValueError(f"data.answer=null: the reward compares with an answer (data.reward={self.reward})")
+        if self.kind is None and any(reward.KIND == "environment" for reward in self.rewards().rewards):
+            raise ValueError("data.reward=environment: there is none; set data.environment")
 
     # ---- what subclasses say ----
 
@@ -92,11 +101,27 @@ class Data:
     def check(self) -> None:
         """Raises ValueError for what can be seen before anything is loaded."""
         self.rewards().check()
+        if self.kind is not None:
+            self.kind.check()
         self.find()
 
     def rewards(self) -> Rewards:
         """The rewards of this data set, not yet started."""
         return Rewards(build_rewards(copy.deepcopy(self.reward), max_tokens=self.max_tokens))
+
+    def environments(self, tokenizer: Any, stop_ids: Collection[int]) -> "Hosted | None":
+        """What answers the policy between its turns, not yet started; None where completions have one turn.
+
+        stop_ids: the tokens that end an answer. Raises ValueError.
+        """
+        if self.kind is None:
+            return None
+        from grpo.environments.borders import Borders
+        from grpo.environments.hosted import Hosted
+
+        borders = Borders(self._renderer(tokenizer), stop_ids)
+        self.kind.check_template(borders)
+        return Hosted(self.kind, borders, max_prompt_tokens=self.max_prompt_tokens)
 
     def load(self, tokenizer: Any, seed: int) -> LoadedData:
         """Reads and checks the data. Raises ValueError; a reward that cannot be loaded is a RewardError."""
@@ -113,10 +138,13 @@ class Data:
     def _maker(self, table: Table, tokenizer: Any, rewards: Rewards) -> PromptMaker:
         self.reader.check_columns(table.columns, f"the data ({table.name})")
         rewards.check_columns([*table.columns, ANSWER] if self.answer else table.columns)
-        renderer = Renderer(
-            tokenizer, template=self.template, system=self.system, chat_template_kwargs=self.chat_template_kwargs
-        )
-        return PromptMaker(table, self.reader, renderer, self.max_prompt_tokens)
+        if self.kind is not None:
+            self.kind.check_columns(table.columns)
+        return PromptMaker(table, self.reader, self._renderer(tokenizer), self.max_prompt_tokens)
+
+    def _renderer(self, tokenizer: Any) -> Renderer:
+        arguments = {**(self.kind.template_arguments() if self.kind else {}), **self.chat_template_kwargs}
+        return Renderer(tokenizer, template=self.template, system=self.system, chat_template_kwargs=arguments)
 
     def _screened(self, maker: PromptMaker, rewards: Rewards, held_out: set[bytes]) -> Screened:
         return screen(

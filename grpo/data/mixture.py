@@ -6,11 +6,12 @@ A prompt that is held out in one part is trained on in none.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from grpo.data.base import Data, LoadedData
 from grpo.data.order import row_at
@@ -18,6 +19,10 @@ from grpo.data.stream import Stream
 from grpo.rewards import Rewards
 from grpo.rewards.options import check_types
 from grpo.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from grpo.environments.hosted import Hosted
+    from grpo.rollout.episode import Session
 
 BLOCK = 1000
 
@@ -66,6 +71,11 @@ class Mixture:
     def rewards(self) -> "MixtureRewards":
         """What scores each part's completions, not yet started."""
         return MixtureRewards({name: part.rewards() for name, part in self.parts.items()})
+
+    def environments(self, tokenizer: Any, stop_ids: Collection[int]) -> "MixtureEnvironments | None":
+        """Each part's own; None where no part has one."""
+        made = {name: part.environments(tokenizer, stop_ids) for name, part in self.parts.items()}
+        return MixtureEnvironments(made) if any(made.values()) else None
 
     def load(self, tokenizer: Any, seed: int) -> LoadedData:
         """Loads every part. Raises what a part raises."""
@@ -133,6 +143,31 @@ def _renamed(prompt: Prompt, part: str, index: int) -> Prompt:
 
 def _count(evals: dict[str, list[Prompt]]) -> int:
     return sum(map(len, evals.values()))
+
+
+class MixtureEnvironments:
+    """Begins each completion with the environment of the part that its prompt is from, if that has one."""
+
+    def __init__(self, parts: "dict[str, Hosted | None]") -> None:
+        self.parts = parts
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for hosted in self.parts.values():
+                if hosted is not None:
+                    stack.enter_context(hosted)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    async def begin(self, prompt: Prompt, count: int) -> "tuple[Prompt, list[Session | None]]":
+        """As `Hosted.begin`."""
+        hosted = self.parts[prompt.row.partition("/")[0]]
+        return (prompt, [None] * count) if hosted is None else await hosted.begin(prompt, count)
 
 
 class MixtureRewards:

@@ -47,6 +47,10 @@ class Renderer:
         if self.system is not None:
             rest = messages[1:] if messages[0]["role"] == "system" else messages
             messages = [{"role": "system", "content": self.system}, *rest]
+        return self.render(messages)
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Messages as the chat template writes them, with the assistant's next turn opened. Raises ValueError."""
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.kwargs
@@ -59,9 +63,13 @@ class Renderer:
         return str(rendered)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of rendered texts."""
+        """Token ids of rendered prompts."""
+        return [self._one_bos(ids) for ids in self.encode(texts)]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts that stand anywhere: nothing is put around them."""
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return [self._one_bos(list(ids)) for ids in encoded]
+        return [list(ids) for ids in encoded]
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         if self._bos is None:

@@ -28,6 +28,7 @@ KINDS = {
     "format": "grpo.rewards.regex:Format",
     "reasoning_gym": "grpo.rewards.gym:ReasoningGym",
     "http": "grpo.rewards.http:Http",
+    "environment": "grpo.rewards.environment:FromEnvironment",
     "python": "grpo.rewards.python:Python",
 }
 

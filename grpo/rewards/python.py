@@ -57,7 +57,7 @@ class Python(IsolatedReward):
             (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name), None
         )
         if definition is None:
-            if not any(name in _bound_names(n) for n in tree.body):
+            if not any(name in bound_names(n) for n in tree.body):
                 defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
                 raise ValueError(f"{self.key}: {source} defines no {name!r}; its functions: {', '.join(defined)}")
             return
@@ -107,7 +107,7 @@ def find_source(path: str, key: str) -> Path | None:
     return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
-def _bound_names(node: ast.stmt) -> set[str]:
+def bound_names(node: ast.stmt) -> set[str]:
     """Names that a statement at the top of a module may bind; everything, for `import *` and blocks."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {(a.asname or a.name).partition(".")[0] for a in node.names}

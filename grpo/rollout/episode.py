@@ -22,10 +22,12 @@ import hashlib
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from grpo.rollout.client import Sampled
 from grpo.types import Completion, Prompt, Sampling, Turn
+
+if TYPE_CHECKING:
+    from grpo.rollout.client import Sampled
 
 
 class EpisodeLost(Exception):  # noqa: N818 (a verdict, counted; not a failure of the run)
@@ -71,7 +73,7 @@ class Environments(Protocol):
         ...
 
 
-def extend(completion: Completion, answer: Sampled) -> None:
+def extend(completion: Completion, answer: "Sampled") -> None:
     """Put an answer behind what is there."""
     completion.token_ids += answer.token_ids
     completion.logprobs += answer.logprobs
@@ -88,7 +90,7 @@ def seed_of(run_seed: int, place: int | str, index: int, turn: int) -> int:
 
 
 # Ask the servers for one answer: ids so far, sampling with the turn's limit, the number of the turn from 0.
-Ask = Callable[[list[int], Sampling, int], Awaitable[Sampled]]
+Ask = Callable[[list[int], Sampling, int], "Awaitable[Sampled]"]
 
 
 async def play(
@@ -99,7 +101,7 @@ async def play(
     *,
     ask: Ask,
     decode: Callable[[list[int]], str],
-    arrived: Callable[[Sampled], None],
+    arrived: "Callable[[Sampled], None]",
 ) -> None:
     """Fill `completion`. `arrived` adds an answer to it, with whatever lock and account the caller has.
 

@@ -252,6 +252,11 @@ class Loader:
         with self._lock:
             return self._meter.take()
 
+    def reward_stats(self) -> dict[str, float]:
+        """What each reward did since the last call, where the scorer keeps account of it."""
+        stats = getattr(self.scorer, "stats", None)
+        return stats() if stats is not None else {}
+
     def close(self) -> None:
         """Cancel what is open, close the session, end the thread. Safe to call twice and after a failure."""
         if self._thread.is_alive():
