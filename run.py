@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, preflight, sweep
 from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
+from grpo.mask import masked
 from grpo.rollout.kept import kept
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
 
-    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    config: dict[str, Any] = masked(OmegaConf.to_container(cfg, resolve=True))
     facts = {**environment(ROOT), "name": cfg.name, "overrides": overrides, "folder": str(folder)}
     position = None
     if resume is not None:

@@ -22,6 +22,7 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import token_record
+from grpo.mask import MASK, masked, masked_text
 from grpo.record import FILES
 
 log = logging.getLogger(__name__)
@@ -71,14 +72,20 @@ def save_config(folder: Path, cfg: DictConfig, hydra: HydraConf) -> None:
     """`.hydra/` as Hydra writes it, without what belongs to one command (resume, dry_run) in the overrides."""
     aside = folder / ".hydra"
     aside.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(cfg, aside / "config.yaml")
-    OmegaConf.save(OmegaConf.create({"hydra": hydra}), aside / "hydra.yaml")
+    OmegaConf.save(hidden(cfg), aside / "config.yaml")
+    OmegaConf.save(hidden(OmegaConf.create({"hydra": hydra})), aside / "hydra.yaml")
     OmegaConf.save(OmegaConf.create(task_overrides(hydra)), aside / "overrides.yaml")
 
 
+def hidden(cfg: Any) -> Any:
+    """A configuration with its secrets masked."""
+    return OmegaConf.create(masked(OmegaConf.to_container(cfg, resolve=False)))
+
+
 def task_overrides(hydra: HydraConf) -> list[str]:
-    """What the user has changed, as written."""
+    """What the user has changed, as written; secrets are left out, since a mask would be taken for one on resume."""
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    overrides = [o for o in overrides if masked_text(o) == o]
     return [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("resume", "resume_force", "dry_run")]
 
 
@@ -91,7 +98,7 @@ def differences(folder: Path, cfg: DictConfig) -> dict[str, tuple[Any, Any]]:
         raise ValueError(
             f"{file}: cannot be read ({type(error).__name__}), so what was run there is unknown"
         ) from error
-    now = _flat(OmegaConf.to_container(cfg, resolve=False))
+    now = _flat(masked(OmegaConf.to_container(cfg, resolve=False)))
     keys = [key for key in {**before, **now} if key not in ELSEWHERE]
     return {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
 
@@ -159,6 +166,12 @@ def _begin(folder: Path) -> None:
 
 def _changes(folder: Path, cfg: DictConfig) -> list[str]:
     changed = differences(folder, cfg)
+    saved = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    if OmegaConf.select(saved, "rollout.api_key") == MASK and not cfg.rollout.api_key:
+        raise ValueError(
+            "rollout.api_key=null: the run had a key, which is not written down; give it again, or in the environment "
+            "variable GRPO_API_KEY"
+        )
     for key in (*FIXED, *(() if cfg.get("resume_force") else COUNTED)):
         if key in changed:
             before, now = changed[key]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo import token_record
+from grpo.mask import masked_text
 from grpo.types import Completion, Group
 
 log = logging.getLogger(__name__)
@@ -290,7 +291,7 @@ def environment(root: Path) -> dict[str, Any]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
-        "command": " ".join(sys.argv),
+        "command": masked_text(" ".join(sys.argv)),
         "git": git_revision(root),
         "python": platform.python_version(),
         "packages": versions,

@@ -19,13 +19,13 @@ from hydra.conf import HydraConf
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from grpo import isolation
-from grpo.claim import differences, discard, save_config, task_overrides
+from grpo.claim import differences, discard, hidden, save_config, task_overrides
 from grpo.rollout.kept import kept
 from grpo.sweep_progress import SweepProgress, count_jobs
 
@@ -50,6 +50,9 @@ class NoteFolder(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if _jobs:
             _jobs[-1].start()
+        file = Path(config.hydra.sweep.dir) / "multirun.yaml"
+        if config.hydra.mode == RunMode.MULTIRUN and file.exists():  # Hydra has written it, secrets included
+            OmegaConf.save(hidden(OmegaConf.load(file)), file)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if config.hydra.mode != RunMode.MULTIRUN:
