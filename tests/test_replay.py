@@ -18,11 +18,15 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from grpo import preflight, token_record
+from grpo.losses import PPOClip
+from grpo.losses.base import Loss
 from grpo.replay import session
 from grpo.replay.__main__ import main
 from grpo.replay.command import parse
+from grpo.replay.compare import _groups
 from grpo.replay.show import show
-from grpo.token_record import TokenRecorder
+from grpo.token_record import TokenRecord, TokenRecorder
+from grpo.types import Completion, Group, Prompt
 
 Result = dict[str, Any]
 
@@ -77,6 +81,16 @@ def replay(folder: Path, *arguments: str) -> Result:
 def line_of(folder: Path, step: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return next(line for line in lines if line["step"] == step)
+
+
+def rewrite(folder: Path, step: int, change: Callable[[list[Group]], Any] = lambda groups: None, **facts: Any) -> None:
+    """Change what is recorded of a step."""
+    record = token_record.read(folder, step)
+    completions = [c for g in record.groups for c in g.completions]
+    for c, advantage, outcome in zip(completions, record.advantages, record.outcomes, strict=True):
+        c.advantage, c.outcome = advantage, outcome
+    change([g for g in record.groups if g.discarded is None])
+    TokenRecorder(folder, record.facts | facts).write(step, record.version, record.groups)
 
 
 def refused(*arguments: str) -> str:
@@ -144,14 +158,7 @@ def test_a_number_that_is_not_reproduced_is_said_and_fails(copied: Path, capsys:
 
 
 def test_rewards_that_do_not_give_the_advantages_are_refused(copied: Path) -> None:
-    record = token_record.read(copied, 5)
-    for c, advantage, outcome in zip(
-        (c for g in record.groups for c in g.completions), record.advantages, record.outcomes, strict=True
-    ):
-        c.advantage, c.outcome = advantage, outcome
-    kept = next(g for g in record.groups if g.discarded is None)
-    kept.completions[0].reward = 7.0
-    TokenRecorder(copied, record.facts).write(5, record.version, record.groups)
+    rewrite(copied, 5, lambda kept: setattr(kept[0].completions[0], "reward", 7.0))
     assert "was trained with advantage" in refused(str(copied))
 
 
@@ -218,16 +225,25 @@ def test_other_losses_at_the_same_weights(run: Path) -> None:
     assert metrics[3]["weight/mean"] == pytest.approx(float(ratio.double().clamp(max=2.0).mean()), rel=1e-5)
     assert metrics[5]["loss"] == pytest.approx(metrics[0]["loss"] - metrics[0]["loss/kl_reference"], abs=1e-9)
     assert math.isfinite(tis)
+    assert metrics[0]["weight/mean"] == metrics[5]["weight/mean"] < 1, "the KL penalty is no part of it, the clip is"
 
 
-def test_figures_by_lag_add_up(run: Path) -> None:
-    (step,) = replay(run, "loss=grpo")["steps"]
+def test_figures_by_lag_add_up(copied: Path) -> None:
+    def younger(kept: list[Group]) -> None:  # most tokens have lag 2: let some have another label
+        for c in kept[0].completions[1:]:
+            c.versions = [3] * (len(c.versions) - 1) + [4]
+
+    rewrite(copied, 5, younger)
+    (step,) = replay(copied, "loss=grpo")["steps"]
     m = step["losses"][1]["metrics"]
     lags = sorted(int(key[4:-7]) for key in m if key.startswith("lag_") and key.endswith("/tokens"))
     tokens = [m[f"lag_{k}/tokens"] for k in lags]
     for over_all, by_lag in (("kl/sampler", "kl"), ("clip/fraction", "clip_fraction"), ("weight/mean", "weight_mean")):
         total = sum(n * m[f"lag_{k}/{by_lag}"] for n, k in zip(tokens, lags, strict=True)) / sum(tokens)
         assert m[over_all] == pytest.approx(total, rel=1e-6, abs=1e-12), over_all
+    for k in lags:  # an unclipped token counts by its ratio
+        assert m[f"lag_{k}/weight_mean"] == pytest.approx(m[f"lag_{k}/ratio_mean"], rel=1e-5)
+    assert len({round(m[f"lag_{k}/weight_mean"], 6) for k in lags}) == len(lags) > 1
 
 
 def test_a_loss_takes_its_own_advantages_and_its_own_penalty_on_length(copied: Path) -> None:
@@ -235,27 +251,47 @@ def test_a_loss_takes_its_own_advantages_and_its_own_penalty_on_length(copied: P
     overlong = ["loss=reinforce", "loss.overlong_share=0.5", "loss.overlong_factor=2"]
     result = replay(copied, "loss=reinforce", "loss=reinforce", "loss.advantage=mean", *overlong)
     _, plain, mean, penalised = (loss["metrics"] for loss in result["steps"][0]["losses"])
-    record = token_record.read(copied, 5)
-    groups = [g for g in record.groups if g.discarded is None]
-    rewards = [[c.reward for c in g.completions] for g in groups]
-    expected = [
-        [
-            r - 2 * min(max(1 - (6 - c.tokens) / 3, 0.0), 1.0)
-            for c, r in zip(g.completions, row, strict=True)
-            if r is not None
-        ]
-        for g, row in zip(groups, rewards, strict=True)
-    ]
-    assert expected != rewards, "some completion is long"
-    for g, row in zip(groups, expected, strict=True):
-        for c, r in zip(g.completions, row, strict=True):
-            c.reward, c.outcome = r, "trained"
-            c.advantage = (r - sum(row) / 4) / (torch.tensor(row, dtype=torch.float64).std().item() + 1e-6)
-    TokenRecorder(copied, record.facts).write(5, record.version, record.groups)
-    by_hand = replay(copied, "loss=reinforce")["steps"][0]["losses"][1]["metrics"]
-    assert penalised["loss"] == pytest.approx(by_hand["loss"], abs=1e-9)
-    assert penalised["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-6)
+    lengths = set()
+
+    def by_hand(kept: list[Group]) -> None:
+        for g in kept:
+            row = [
+                c.reward - 2 * min(max(1 - (6 - c.tokens) / 3, 0.0), 1.0) for c in g.completions if c.reward is not None
+            ]
+            lengths.update(c.tokens for c in g.completions)
+            for c, r in zip(g.completions, row, strict=True):
+                c.reward = r
+                c.advantage = (r - sum(row) / 4) / (float(torch.tensor(row, dtype=torch.float64).std()) + 1e-6)
+
+    rewrite(copied, 5, by_hand)
+    assert min(lengths) <= 3 < max(lengths), "some are punished and some are not"
+    expected = replay(copied, "loss=reinforce")["steps"][0]["losses"][1]["metrics"]
+    assert penalised["loss"] == pytest.approx(expected["loss"], abs=1e-9)
+    assert penalised["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
     assert len({round(m["loss"], 9) for m in (plain, mean, penalised)}) == 3
+
+
+def test_the_runs_own_penalty_on_length_is_taken_off_for_another_loss() -> None:
+    """Rewards 1.0 and 0.5, of which a completion of 9 tokens lost 0.8 and one of 4 tokens nothing."""
+    completions = [
+        Completion(0, i, [3] * n, [-1.0] * n, [0] * n, "stop", reward=reward, rewards={"r": base, "overlong": penalty})
+        for i, (n, reward, base, penalty) in enumerate([(9, 0.2, 1.0, -0.8), (4, 0.5, 0.5, None)])
+    ]
+    record = TokenRecord(1, 0, {}, [Group(0, Prompt(0, "", "", [3], {}), completions)], [], [])
+
+    def rewards(own: Loss, other: Loss) -> list[float | None]:
+        (group,) = _groups(record, own, other)
+        return [c.reward for c in group.completions]
+
+    own = PPOClip(overlong_share=0.5, max_tokens=10)
+    assert rewards(own, own) == rewards(own, PPOClip(overlong_share=0.5, max_tokens=10)) == [0.2, 0.5]
+    assert rewards(own, PPOClip()) == [1.0, 0.5]
+    assert rewards(own, PPOClip(overlong_share=0.5, overlong_factor=2, max_tokens=10)) == pytest.approx([-0.6, 0.5])
+    # a reward of the data's that is called so is no penalty of the loss's
+    assert rewards(PPOClip(), PPOClip(cap=2.0, correction="truncate")) == [0.2, 0.5]
+    with pytest.raises(ValueError, match=r"loss.overlong_share=0.5: the run's rewards punish length already"):
+        rewards(PPOClip(), own)
+    assert [c.reward for c in completions] == [0.2, 0.5], "the record itself stays"
 
 
 # ---- which checkpoint, which steps ----
@@ -277,13 +313,10 @@ def test_an_older_batch_at_a_newer_checkpoint_has_a_larger_lag(run: Path) -> Non
 
 
 def test_tokens_of_weights_that_the_checkpoint_does_not_have_are_refused(copied: Path) -> None:
-    record = token_record.read(copied, 4)
-    record.groups[0].discarded = None
-    completion = record.groups[0].completions[0]
-    completion.versions = [3] * len(completion.versions)
-    for c, outcome in zip((c for g in record.groups for c in g.completions), record.outcomes, strict=True):
-        c.outcome = outcome
-    TokenRecorder(copied, record.facts).write(4, record.version, record.groups)
+    def newer(kept: list[Group]) -> None:
+        kept[0].completions[0].versions[-1] = 3
+
+    rewrite(copied, 4, newer)
     assert refused(str(copied), "checkpoint=2", "steps=4") == (
         "steps=4: its tokens were sampled by weights up to version 3, step_000002 holds version 2; choose a later "
         "checkpoint or an earlier step"
@@ -291,11 +324,7 @@ def test_tokens_of_weights_that_the_checkpoint_does_not_have_are_refused(copied:
 
 
 def test_steps_trained_with_other_settings_are_not_mixed(copied: Path) -> None:
-    record = token_record.read(copied, 4)
-    for c, outcome in zip((c for g in record.groups for c in g.completions), record.outcomes, strict=True):
-        c.outcome = outcome
-    facts = {**record.facts, "temperature": 0.9}
-    TokenRecorder(copied, facts).write(4, record.version, record.groups)
+    rewrite(copied, 4, temperature=0.9)
     assert refused(str(copied), "steps=4,5").startswith("steps=4,5: trained with different settings")
 
 
