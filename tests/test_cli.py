@@ -28,7 +28,10 @@ from grpo.record import FILES
         ("group_size=3", "group_size: no such key; did you mean rollout.group_size?; --help shows all keys"),
         ("zzzzz=3", "zzzzz: no such key; --help shows all keys"),
         ("loss=nope", "loss=nope: there is no such choice; choose one of cispo, dapo, decoupled_ppo, dr_grpo, grpo,"),
-        ("experiment=nope", "experiment=nope: there is no such choice; none at all"),
+        (
+            "experiment=nope",
+            "experiment=nope: there is no such choice; choose one of gsm8k_qwen3_0_6b, smollm2_chain_sum",
+        ),
         ("seed=0,1", "seed=0,1: several values; add -m for a sweep over them, or write a list: 'seed=[0,1]'"),
         (
             "data.prompt={a} b",

@@ -111,6 +111,15 @@ def test_the_default_is_the_tiny_model_on_arithmetic() -> None:
     assert plan.groups_per_step == 8  # 128 completions in groups of 16
 
 
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_every_experiment_makes_a_run(machine: list[str], name: str) -> None:
+    plan = preflight.check(composed(f"experiment={name}"), ROOT)
+    cfg = composed(f"experiment={name}")
+    assert cfg.name == name
+    assert plan.train.steps * plan.groups_per_step > 0
+    assert (plan.data.max_prompt_tokens, plan.data.max_tokens) == (cfg.data.max_prompt_tokens, cfg.data.max_tokens)
+
+
 def values(params: Any) -> dict[str, list[str]]:
     return {key: str(text).split(",") for key, text in params.items()}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from composed import ROOT
 from plain_control import PlainControl
 from real import RealServer
 from real_run import Run, check_laws
@@ -121,6 +122,41 @@ def test_default_run_leaves_a_complete_folder(default: Run) -> None:
     assert (status["step"], status["steps"], status["error"]) == (12, 12, None)
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"] > 0
     assert str(default.folder) in default.output
+
+
+# ---- several turns ----
+
+
+def test_several_turns_are_sampled_and_trained_as_one_sequence(
+    attached: Callable[..., Run], untied_server: RealServer
+) -> None:
+    """Law 4 over turns: the trainer, which reads the observations too, gives every sampled token the sampler's logprob."""
+    game = f"{{kind: {ROOT / 'tests' / 'my_environments.py'}:Counting, limit: 3, max_turn_tokens: 20}}"
+    run = finish(
+        attached(
+            untied_server,
+            f"data.environment={game}",
+            "data.reward=[environment, {kind: length, target: 60, scale: 20}]",
+            "data.answer=prompt",
+            "rollout.stop=['1','2','3','a','b','c','e']",
+            "rollout.max_staleness=0",
+            "train.steps=2",
+            "data.max_tokens=80",
+        )
+    )
+    check_laws(run, steps=2, max_staleness=0)
+    rows, metrics = run.lines("rollouts"), run.lines("metrics")
+    assert any(sum(turn["by_policy"] for turn in row["turns"]) == 3 for row in rows)
+    for row in rows:
+        assert row["tokens"] == sum(turn["tokens"] for turn in row["turns"] if turn["by_policy"])
+        seen = [turn["text"] for turn in row["turns"] if not turn["by_policy"]]
+        assert seen == [f"{n + 1} {row['prompt']}" for n in range(len(seen))]
+        assert row["completion"] == "".join(turn["text"] for turn in row["turns"])
+    for line in metrics:
+        assert abs(line["ratio/max"] - 1) < 1e-4
+        assert abs(line["ratio/min"] - 1) < 1e-4
+        assert line["turns/max"] == 3
+    assert metrics[-1]["tokens/trained"] == sum(row["tokens"] for row in rows if row["outcome"] == "trained")
 
 
 # ---- asynchrony, sync and servers ----

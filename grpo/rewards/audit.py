@@ -123,7 +123,9 @@ def cases_from_rollouts(data: Data, files: Iterable[Path], rows: int) -> list[Ca
             gold = owner.reader.gold(row)
             if gold is not None:
                 prompt = Prompt(0, record["row"], record["prompt"], [], owner.reader.for_reward(row, gold))
-                completion = _completion(record["completion"], record.get("finish_reason", "stop"))
+                answers = [turn["text"] for turn in record.get("turns", []) if turn["by_policy"]]
+                text = answers[-1] if answers else record["completion"]  # what the reward was given
+                completion = _completion(text, record.get("finish_reason", "stop"))
                 cases.append(Case(f"step {record.get('step')}", prompt, gold, completion))
     return cases
 
