@@ -130,7 +130,7 @@ def test_default_run_leaves_a_complete_folder(default: Run) -> None:
 def test_several_turns_are_sampled_and_trained_as_one_sequence(
     attached: Callable[..., Run], untied_server: RealServer
 ) -> None:
-    """Law 4 over turns: the trainer, which reads the observations too, gives every sampled token the sampler's logprob."""
+    """Law 4 over turns: the trainer, reading the observations too, gives every sampled token the sampler's logprob."""
     game = f"{{kind: {ROOT / 'tests' / 'my_environments.py'}:Counting, limit: 3, max_turn_tokens: 20}}"
     run = finish(
         attached(

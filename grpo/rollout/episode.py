@@ -80,13 +80,21 @@ def extend(completion: Completion, answer: "Sampled") -> None:
     completion.versions += answer.versions
 
 
-def seed_of(run_seed: int, place: int | str, index: int, turn: int) -> int:
-    """A seed of its own for every answer: equal prompt and seed would give equal completions. 53 bits: exact in JSON.
+async def begin(environments: Environments | None, prompt: Prompt, count: int) -> tuple[Prompt, list[Session | None]]:
+    """As `Environments.begin`; without environments, nothing is changed."""
+    return (prompt, [None] * count) if environments is None else await environments.begin(prompt, count)
 
-    place: the group's in the stream. index: the completion's in the group.
+
+def seeded(sampling: Sampling, seed: int | None, place: int | str, index: int, turn: int) -> Sampling:
+    """With a seed of its own for every answer: equal prompt and seed would give equal completions.
+
+    seed: the run's; None leaves it to the server. place: the group's in the stream. index: the completion's in it.
     """
-    name = f"{run_seed}/{place}/{index}" + (f"/{turn}" if turn else "")
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 11
+    if seed is None:
+        return replace(sampling, seed=None)
+    name = f"{seed}/{place}/{index}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big") >> 11)  # 53 bits: exact in any JSON reader
 
 
 # Ask the servers for one answer: ids so far, sampling with the turn's limit, the number of the turn from 0.

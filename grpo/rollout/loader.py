@@ -18,15 +18,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo.ledger import Ledger
 from grpo.rollout.activity import Activity, Meter
 from grpo.rollout.admission import Admission
+from grpo.rollout.aside import Aside
 from grpo.rollout.client import Client, Sampled
-from grpo.rollout.episode import Environments, EpisodeLost, Session, extend, play, seed_of
+from grpo.rollout.episode import Environments, EpisodeLost, Session, begin, extend, play, seeded
 from grpo.rollout.errors import InvalidAnswer, RequestRefused
 from grpo.types import Completion, Group, Prompt, PromptSource, Sampling
 
@@ -196,42 +195,15 @@ class Loader:
             if url is None:  # whoever insists on a server is just syncing it
                 self.tend()
 
-        async def one(place: str, prompt: Prompt, index: int, session: Session | None) -> Completion:
-            async def ask(ids: list[int], turn_sampling: Sampling, turn: int) -> Sampled:
-                return await self.client.generate(
-                    ids,
-                    self._seeded(turn_sampling, place, index, turn),
-                    request_id=f"{place}-{self.seed}-{index}-{turn}-{time.monotonic_ns()}",
-                    url=url,
-                )
-
-            completion = Completion(-1, index, [], [], [], "")
-            try:
-                await play(
-                    completion,
-                    prompt,
-                    sampling,
-                    session,
-                    ask=ask,
-                    decode=self.decode,
-                    arrived=partial(extend, completion),
-                )
-            finally:
-                if session is not None:
-                    await session.close()
-            if not probe:
-                await self.scorer.score(prompt, completion)
-            return completion
-
-        async def all_of(position: int, prompt: Prompt) -> Group:
-            prompt, sessions = await self._begin(prompt, count, self.environments if not probe else None)
-            place = f"sample-{position}"
-            return Group(-1, prompt, await asyncio.gather(*(one(place, prompt, i, s) for i, s in enumerate(sessions))))
-
-        async def everything() -> list[Group]:
-            return await asyncio.gather(*(all_of(p, prompt) for p, prompt in enumerate(prompts)))
-
-        return self.run(everything(), timeout, look)
+        aside = Aside(
+            self.client,
+            None if probe else self.scorer,
+            None if probe else self.environments,
+            self.decode,
+            self.seed if self.seeded else None,
+            url,
+        )
+        return self.run(aside.sample(prompts, sampling, count), timeout, look)
 
     def check(self) -> None:
         """Raise what has failed in the loop, if anything has."""
@@ -318,7 +290,7 @@ class Loader:
 
     async def _group(self, index: int, prompt: Prompt) -> None:
         try:
-            prompt, sessions = await self._begin(prompt, self.group_size, self.environments)
+            prompt, sessions = await begin(self.environments, prompt, self.group_size)
         except EpisodeLost as lost:
             with self._lock:
                 for _ in range(self.group_size):
@@ -339,11 +311,6 @@ class Loader:
             self._ready.notify_all()
         self._wake.set()
 
-    async def _begin(
-        self, prompt: Prompt, count: int, environments: Environments | None
-    ) -> tuple[Prompt, list[Session | None]]:
-        return (prompt, [None] * count) if environments is None else await environments.begin(prompt, count)
-
     async def _completion(
         self, group: int, prompt: Prompt, index: int, session: Session | None
     ) -> Completion | RequestRefused | None:
@@ -355,7 +322,7 @@ class Loader:
                 self._meter.opened()
             try:
                 return await self.client.generate(
-                    ids, self._seeded(sampling, group, index, turn), request_id=request_id
+                    ids, seeded(sampling, self.seed if self.seeded else None, group, index, turn), request_id=request_id
                 )
             finally:
                 with self._lock:
@@ -410,9 +377,6 @@ class Loader:
                 reason=invalid.reason,
                 tokens=0,
             )
-
-    def _seeded(self, sampling: Sampling, place: int | str, index: int, turn: int) -> Sampling:
-        return replace(sampling, seed=seed_of(self.seed, place, index, turn) if self.seeded else None)
 
     async def _watch(self) -> None:
         try:
