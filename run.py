@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
     from grpo.record import Recorder
     from grpo.trainer import Trainer
+    from grpo.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent
 log = logging.getLogger("run")
@@ -67,6 +68,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     from grpo.rollout.errors import ServerError
     from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
+    from grpo.watchdog import stacks_on_signal
 
     config: dict[str, Any] = masked(OmegaConf.to_container(cfg, resolve=True))
     facts = {**environment(ROOT), "name": cfg.name, "overrides": overrides, "folder": str(folder)}
@@ -87,13 +89,14 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     trainer: Trainer | Evaluation | None = None
     failure: BaseException | None = None
     state, reason = "failed", ""
-    with Signals() as signals:
+    with Signals() as signals, stacks_on_signal(folder / "run.log"):
         try:
             with contextlib.ExitStack() as stack:
                 try:
                     trainer = make(plan, config, folder, recorder, signals, stack, resume)
                     signals.deferred = not plan.evaluating  # which has no step to finish
-                    reason = trainer.run()
+                    with watchdog_of(trainer, plan.train.watchdog):
+                        reason = trainer.run()
                     state = "finished"
                 except Interrupted as ending:
                     state, failure, reason = "interrupted", ending, str(ending)
@@ -132,6 +135,25 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
         sys.exit(1)
     objective = summary.get("objective")
     return float(objective) if objective is not None else None
+
+
+def watchdog_of(trainer: "Trainer | Evaluation", seconds: float) -> "Watchdog":
+    """Speaks when no answer has come and the trainer is where it was."""
+    from grpo.watchdog import Watchdog
+
+    loader = trainer.loader
+
+    def where() -> str:
+        sync = getattr(trainer.weights, "phase", "none")
+        return (
+            f"the trainer is at: {trainer.phase} (sync: {sync}); {loader.where()}; {loader.scorer.open} completions "
+            f"are being scored; servers out: {loader.client.roster.out or 'none'}"
+        )
+
+    def progress() -> object:
+        return loader.client.answered, loader.scorer.open, trainer.phase, trainer.recorder.status["step"]
+
+    return Watchdog(seconds, progress=progress, where=where)
 
 
 def make(

@@ -73,6 +73,7 @@ class Evaluation:
     display: Display
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    phase: str = "evaluation"  # for the watchdog
 
     def run(self) -> str:
         """Says what was done. Raises what fails."""

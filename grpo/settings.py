@@ -57,11 +57,13 @@ class Train(Checked):
     keep_checkpoints: int
     record_tokens: bool
     wait_timeout: float
+    watchdog: float
     threads: int | None
 
     def check(self) -> None:
         self.at_least(1, "steps", "batch_size", "minibatches", "tokens_per_microbatch", "eval_samples", "threads")
         self.at_least(0, "max_grad_norm", "eval_every", "eval_temperature", "checkpoint_every", "keep_checkpoints")
+        self.at_least(0, "watchdog")
         self.at_least(1, "wait_timeout")
 
 

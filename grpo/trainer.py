@@ -77,6 +77,7 @@ class Trainer:
     recorded_at: float = 0.0
     training_since: float = 0.0
     optimizer_steps: int = 0
+    phase: str = "start"  # for the watchdog
     recorded: int = 0  # the last step that is in the run folder
     saved: dict[str, float] = field(default_factory=dict)  # of a checkpoint since the last line: seconds, bytes
     saves_failed: int = 0
@@ -100,6 +101,7 @@ class Trainer:
         while self.step < self.steps:
             self.signals.check()
             started = time.monotonic()
+            self.phase = "waiting for groups"
             try:
                 groups = self.loader.next_groups(self.groups_per_step, self.wait_timeout)
             except StreamEnded:
@@ -113,6 +115,7 @@ class Trainer:
                 break
             waited = time.monotonic()
             self._check_lag(groups)
+            self.phase = "optimizer step"
             metrics = self.step_fn(groups, self.version)
             trained = time.monotonic()
             self._advance(groups)
@@ -143,6 +146,7 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of the last finished step."""
         started = time.monotonic()
+        self.phase = "checkpoint"
         position = Position(self.step, self.version, self.groups, self.places, self.ledger.accounts())
         self.saved = self.checkpoints.save(self.step_fn.policy, self.step_fn.optimizer, position)
         self._spent("checkpoint", started)
@@ -169,10 +173,12 @@ class Trainer:
             log.exception("no checkpoint of this ending")
 
     def _sync(self, first: bool = False) -> dict[str, float]:
+        self.phase = "sync"
         timings = self.weights.sync(self.version)
         metrics = {f"sync/{name}": float(value) for name, value in timings.as_dict().items()}
         if first or (self.verify_every and self.version % self.verify_every == 0):
             started = time.monotonic()
+            self.phase = "proof of the sync"
             metrics |= self.prove(self.version)
             metrics["sync/verify_s"] = time.monotonic() - started
         return metrics
@@ -191,6 +197,7 @@ class Trainer:
         if not self.eval_every or not self.evaluator.sets:
             return
         started = time.monotonic()
+        self.phase = "evaluation"
         for name, line in self.evaluator(self.step, self.version).items():
             self.evals.setdefault(name, {"before": self.recorder.first_evals.get(name, line)})["after"] = line
             self.display.evaluation(name, line)

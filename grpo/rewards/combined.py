@@ -53,6 +53,7 @@ class Rewards:
         self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards _tallies: the loader's loop writes, the trainer's thread reads
         self._side: SideLoop | None = None
+        self.open = 0  # completions that are being scored
 
     @property
     def needs_answer(self) -> bool:
@@ -120,7 +121,11 @@ class Rewards:
 
     async def score(self, prompt: Prompt, completion: Completion) -> None:
         """Sets `completion.rewards` and `completion.reward` (None: not scored). Raises RewardError."""
-        values = await asyncio.gather(*(self._score(r, prompt, completion) for r in self.rewards))
+        self.open += 1
+        try:
+            values = await asyncio.gather(*(self._score(r, prompt, completion) for r in self.rewards))
+        finally:
+            self.open -= 1
         completion.rewards = {r.name: value for r, value in zip(self.rewards, values, strict=True)}
         weighted = [None if v is None else v * self.weights[name] for name, v in completion.rewards.items()]
         completion.reward = None if None in weighted else sum(v for v in weighted if v is not None)

@@ -39,6 +39,8 @@ INVALID_IN_A_ROW = 8  # unusable answers in a row that stop the run: the server 
 class Scorer(Protocol):
     """Scores a completion in place: sets `reward` (None = not scored) and `rewards`."""
 
+    open: int  # completions that are being scored
+
     async def score(self, prompt: Prompt, completion: Completion) -> None: ...
 
 
@@ -146,7 +148,7 @@ class Loader:
                         raise StreamEnded
                     break
                 elif time.monotonic() >= deadline:
-                    raise TimeoutError(f"no group finished within {timeout:g} s; {self._where()}")
+                    raise TimeoutError(f"no group finished within {timeout:g} s; {self.where()}")
                 else:  # short, because a signal handler may not take the lock to wake us
                     self._ready.wait(min(LOOK_EVERY, max(0.0, deadline - time.monotonic())))
         return taken
@@ -169,7 +171,7 @@ class Loader:
                     self.check()
                     look()
                     if time.monotonic() >= deadline:
-                        raise TimeoutError(f"not done within {timeout:g} s; {self._where()}") from None
+                        raise TimeoutError(f"not done within {timeout:g} s; {self.where()}") from None
         finally:
             future.cancel()
 
@@ -209,6 +211,15 @@ class Loader:
         """Raise what has failed in the loop, if anything has."""
         with self._lock:
             self._raise_failure()
+
+    def where(self) -> str:
+        """Where each side waits, for a message. Takes no lock: whoever hangs may hold it."""
+        admission = self.admission
+        return (
+            f"{admission.open_requests} requests open, {len(self._open)} groups unfinished, {len(self._done)} groups "
+            f"finished out of order, next in order is group {self._next_delivered}, "
+            f"{admission.places} of {admission.limit} places taken at version {admission.version}"
+        )
 
     def balance(self) -> tuple[int, dict[str, int]]:
         """Tokens of answers that are here and not delivered, counted one by one, and the ledger's totals (law 6).
@@ -407,12 +418,3 @@ class Loader:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _where(self) -> str:
-        """Where each side waits, for a message."""
-        admission = self.admission
-        return (
-            f"{admission.open_requests} requests open, {len(self._open)} groups unfinished, {len(self._done)} groups "
-            f"finished out of order, next in order is group {self._next_delivered}, "
-            f"{admission.places} of {admission.limit} places taken at version {admission.version}"
-        )

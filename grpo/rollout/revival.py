@@ -80,6 +80,11 @@ class Revival:
         loader.watch, loader.tend = self.watch, self.tend
 
     @property
+    def phase(self) -> str:
+        """Of the sync that is going on."""
+        return self.weights.phase
+
+    @property
     def broken_off(self) -> bool:
         """Whether a sync is going on, or has failed: what the servers hold is unknown."""
         return self.weights.broken_off

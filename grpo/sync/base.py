@@ -104,6 +104,7 @@ class WeightSync:
         self.timeout = timeout
         self.bytes = sum(w.numel() * dtype.itemsize for _, w in policy.named_weights())
         self.device = next(iter(policy.named_weights()))[1].device
+        self.phase = "none"  # of the sync that is going on, for the watchdog
         self.lost: Callable[[list[str]], list[str]] = lambda urls: []  # which of these servers are gone
         self._known = list(controls)
         self._attached = False
@@ -164,23 +165,31 @@ class WeightSync:
     def _exchange(self, version: int, timings: SyncTimings) -> None:
         begin = time.monotonic()
         if not self._attached:
+            self.phase = "handshake"
             self.attach()
             self._attached = True
+        self.phase = "export"
         self.prepare(version)
         paused = time.monotonic()
         timings.export_s = paused - begin
         mode = {"mode": self.pause, "clear_cache": "true"}
+        self.phase = "pause"
         self.everywhere(lambda c: c.post("/pause", params=mode, timeout=self.timeout))
         timings.pause_s = time.monotonic() - paused
         moved = time.monotonic()
+        self.phase = "update"
         self.transfer(version)
+        self.phase = "cache reset"
         self.everywhere(self._reset_cache)
         timings.update_s = time.monotonic() - moved
         resumed = time.monotonic()
+        self.phase = "resume"
         self.everywhere(lambda c: c.post("/resume", timeout=self.timeout))
         timings.resume_s = time.monotonic() - resumed
         timings.paused_s = time.monotonic() - paused
+        self.phase = "confirmation"
         self.everywhere(lambda c: self._confirm(c, version))
+        self.phase = "none"
 
     def _without_lost(self, error: BaseException) -> bool:
         """After a failure: whether to begin again without the servers that are gone. If not, all others resume."""
