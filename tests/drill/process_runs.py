@@ -21,13 +21,15 @@ def kills(count: int, seed: int, model: Path, folder: Path) -> list[Outcome]:
     """So many SIGKILLs, PER_RUN on each run; resumed each time, and compared with a run that nobody killed."""
     outcomes = []
     folder.mkdir()
-    with FakeServer(model, tokens_per_second=60) as server:
+    with FakeServer(model, tokens_per_second=100) as server:
         overrides = [
             *(o for o in small(server) if not o.startswith("data.eval_rows")),
             "data.eval_rows=0",
             f"train.steps={STEPS}",
             "train.checkpoint_every=2",
             "rollout.max_staleness=0",
+            "rollout.zero_variance_batches=1000",
+            "model.lr=1e-3",
         ]
         unbroken = Run(folder / "unbroken", *overrides)
         assert unbroken.end() == 0, unbroken.output
