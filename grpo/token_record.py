@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from grpo.types import Completion, Group, Prompt, Turn
 
@@ -66,7 +66,8 @@ class TokenRecorder:
         arrays, words = _arrays(version, groups)
         header = {"format": FORMAT, "step": step, "version": version, "facts": self.facts, **words}
         aside = target.with_name(target.name + ".tmp")
-        save_file(arrays, aside, {key: json.dumps(value) for key, value in header.items()})
+        # save_file would hide a full disk in an error of its own, and keep other users from reading
+        aside.write_bytes(save(arrays, {key: json.dumps(value) for key, value in header.items()}))
         return aside.replace(target)
 
 

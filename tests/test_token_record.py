@@ -1,6 +1,7 @@
 """The record of a step's tokens: what was put in comes out, in few bytes, and a killed or damaged one does no harm."""
 
 import contextlib
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_the_recorder_writes_a_record_a_step_only_when_asked(tmp_path: Path) -> 
         recorder.tokens = TokenRecorder(tmp_path)
         recorder.rollouts(2, groups()[:2], version=7)
     assert recorded_steps(tmp_path) == [2]
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_no_record(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            TokenRecorder(tmp_path).write(1, 7, groups())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert recorded_steps(tmp_path) == []
 
 
 def test_a_record_that_is_damaged_or_not_there_is_one_line(tmp_path: Path) -> None:
