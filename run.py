@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo import cli, preflight, sweep
 from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
 from grpo.mask import masked
-from grpo.rollout.kept import kept
+from grpo.rollout import kept  # by its module: launchers pickle this file's globals for their jobs' processes
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
@@ -44,6 +44,8 @@ def main(cfg: DictConfig) -> float | None:
             if before.summary is not None:
                 sweep.skip(hydra_cfg.job.num)
                 return before.summary.get("objective")
+            if in_sweep and not cfg.dry_run:
+                stack.enter_context(sweep.surroundings(cfg, hydra_cfg))
             plan = preflight.check(cfg, ROOT)
             if cfg.dry_run:
                 print("\n".join(plan.lines()))
@@ -109,7 +111,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                         # Who ends a job often signals every process of it: the servers have gone first, that is all.
                         state, failure = "interrupted", Interrupted(signals.received)
                         reason = f"{failure}; {reason}"
-                kept.ended(failure, synced=trainer is None or not trainer.weights.broken_off)
+                kept.servers.ended(failure, synced=trainer is None or not trainer.weights.broken_off)
                 if trainer is not None and state != "finished":
                     trainer.try_save()
                 if trainer is not None:
@@ -175,8 +177,8 @@ def make(
         log.info("%s", line)
     # The servers start while we import and load.
     clock = time.monotonic()
-    stack.callback(kept.give_back)
-    servers = kept.take(
+    stack.callback(kept.servers.give_back)
+    servers = kept.servers.take(
         rollout,
         model=plan.model_path,
         dtype=model.dtype,
@@ -187,7 +189,7 @@ def make(
         folder=folder,
         env_set=HydraConfig.get().job.env_set,
     )
-    how = "attached" if rollout.urls else "kept" if kept.reused else "launched"
+    how = "attached" if rollout.urls else "kept" if kept.servers.reused else "launched"
     recorder.update_status(servers=how)
     display.phase(f"{len(servers.urls)} server(s) {how}, loading {plan.model_path}")
 

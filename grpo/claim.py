@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # Where and how a run is asked for, not what it computes: may differ between the parts of one run.
 ELSEWHERE = (
-    *("dry_run", "resume", "resume_force", "fail_fast"),
+    *("dry_run", "resume", "resume_force", "fail_fast", "gpus_per_job"),
     *("rollout.urls", "rollout.host", "rollout.port", "rollout.api_key", "rollout.keep_server"),
 )
 # What a checkpoint counts in, so that with another value the run is no longer the one that was begun: the cursor counts

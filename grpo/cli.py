@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo import sweep
-from grpo.rollout.kept import kept
+from grpo.rollout import kept
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # What Hydra raises over a command, a configuration or a folder that cannot be made. Failures of a run do not get here.
@@ -70,7 +70,7 @@ def start(main: Callable[[], Any], argv: list[str]) -> None:
     except BaseException as error:
         ending = error
     finally:
-        kept.close()
+        kept.servers.close()
     status = sweep.finish(ending)
     if ending is None or isinstance(ending, sweep.JobFailed | sweep.Stopped):
         sys.exit(status or 0)

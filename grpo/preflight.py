@@ -21,7 +21,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo.rollout.kept import kept
+from grpo.rollout import kept
 from grpo.rollout.server import check_port
 from grpo.settings import Model, Rollout, Sync, Train, fits, type_name
 
@@ -34,6 +34,7 @@ ROOT_KEYS = {
     "dry_run": (bool, "true or false"),
     "resume_force": (bool, "true or false"),
     "fail_fast": (bool, "true or false"),
+    "gpus_per_job": (int, "a whole number, at least 1"),
 }
 GROUPS = ("train", "model", "data", "rollout", "loss", "sync", "track")
 
@@ -358,7 +359,7 @@ def check_server(rollout: Rollout) -> None:
         )
     if rollout.port is not None:
         for port in range(rollout.port, rollout.port + rollout.servers):
-            if not kept.holds(port):
+            if not kept.servers.holds(port):
                 check_port(rollout.host, port)
 
 

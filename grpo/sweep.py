@@ -8,6 +8,7 @@ begun with these settings, it goes on from its last checkpoint, or begins anew w
 refused and nothing in the folder changes (unless that job never made a step: then a mistake in it was mended).
 """
 
+import contextlib
 import json
 import logging
 import sys
@@ -24,12 +25,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo import isolation
+from grpo import gpu_slots, isolation
 from grpo.claim import differences, discard, hidden, save_config, task_overrides
-from grpo.rollout.kept import kept
+from grpo.rollout import kept
 from grpo.sweep_progress import SweepProgress, count_jobs
 
 log = logging.getLogger(__name__)
+
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"  # one job after the other, in this process
 
 _folder: list[Path] = []
 _failures: dict[str, str] = {}  # job -> why
@@ -45,7 +48,9 @@ class NoteFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _folder.append(Path(config.hydra.sweep.dir).resolve())
         _jobs.append(SweepProgress(count_jobs(config)))
-        kept.open(_folder[-1])
+        kept.servers.open(_folder[-1])
+        if config.hydra.launcher._target_ != BASIC:
+            gpu_slots.announce()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if _jobs:
@@ -103,6 +108,13 @@ def before(folder: Path, cfg: DictConfig) -> Before:
     if status.get("state") == "finished":
         return Before(summary=_read(folder / "summary.json"))
     return Before(checkpoint=checkpoints[-1] if checkpoints else None)
+
+
+def surroundings(cfg: DictConfig, hydra: HydraConf) -> contextlib.AbstractContextManager[None]:
+    """What a job needs around it where jobs run at the same time: GPUs of its own. SLURM gives them itself."""
+    if _jobs or hydra.launcher._target_.endswith(".SlurmLauncher"):
+        return contextlib.nullcontext()
+    return gpu_slots.own_gpus(Path(hydra.sweep.dir).resolve(), hydra.job.num, cfg.gpus_per_job)
 
 
 def skip(job: int) -> None:

@@ -51,6 +51,7 @@ def held() -> dict[str, Any]:
         "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
         "handlers": [str(getattr(h, "baseFilename", type(h).__name__)) for h in logging.getLogger().handlers],
         "wandb": _wandb(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
 
 

@@ -313,7 +313,7 @@ def test_a_job_whose_launch_fails_leaves_nothing_in_hand(sweep: Sweep, monkeypat
 def test_the_port_of_a_kept_server_is_no_taken_port(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports("127.0.0.1", 1)
     first = sweep.job(f"rollout.port={port}")
-    monkeypatch.setattr("grpo.preflight.kept", sweep.kept)
+    monkeypatch.setattr(kept_module, "servers", sweep.kept)
     with pytest.raises(ValueError, match="cannot be used"):
         check_port("127.0.0.1", port)
     check_server(rollout(f"rollout.port={port}"))

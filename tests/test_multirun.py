@@ -6,28 +6,33 @@ import os
 import re
 import weakref
 from pathlib import Path
+from typing import Any
 
 import command
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 from composed import ROOT, composed
 from fake_server import FakeServer
 
 from grpo import isolation, sweep
 from grpo.memory import peak_gb
 
-EXPERIMENTS = {
-    "good": "{loss: {_target_: my_probes.Probed}}",
-    "bad": "{seed: 5, rollout: {max_staleness: 4}, loss: {_target_: my_probes.Fails}}",
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "good": {"rollout": {"max_staleness": 0}, "loss": {"_target_": "my_probes.Probed"}},
+    "bad": {"seed": 5, "rollout": {"max_staleness": 4}, "loss": {"_target_": "my_probes.Fails"}},
 }
 
 
-def experiments(folder: Path) -> list[str]:
-    """Overrides that make `experiment=good` and `experiment=bad` known, and a run deterministic."""
+def experiments(folder: Path, **urls: str) -> list[str]:
+    """Overrides that make `experiment=good` and `experiment=bad` known. urls: their own servers."""
     (folder / "more" / "experiment").mkdir(parents=True)
-    for name, text in EXPERIMENTS.items():
-        (folder / "more" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
-    return [f"hydra.searchpath=[file://{folder / 'more'}]", "rollout.max_staleness=0", "hydra.sweep.dir=jobs"]
+    for name, settings in EXPERIMENTS.items():
+        if name in urls:
+            settings = {**settings, "rollout": settings["rollout"] | {"urls": [urls[name]]}}
+        text = "# @package _global_\n" + yaml.safe_dump(settings)
+        (folder / "more" / "experiment" / f"{name}.yaml").write_text(text)
+    return [f"hydra.searchpath=[file://{folder / 'more'}]", "hydra.sweep.dir=jobs"]
 
 
 def surroundings(folder: Path) -> dict[str, str]:
@@ -36,8 +41,8 @@ def surroundings(folder: Path) -> dict[str, str]:
 
 def steps(job: Path) -> list[dict[str, object]]:
     """metrics.jsonl without what clock and memory say."""
-    timed = ("time/", "throughput/", "sync/", "sampler/", "memory/")
-    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in command.lines(job / "metrics.jsonl")]
+    timed = re.compile("time/|throughput/|sync/|sampler/|memory/|.*/seconds_")
+    return [{k: v for k, v in line.items() if not timed.match(k)} for line in command.lines(job / "metrics.jsonl")]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The launched servers of a multirun, kept from job to job while nothing that shapes their launch changes.
 
-`kept` is their one owner. In a single run, and where a launcher gives each job a process of its own, it launches
+`servers` is their one owner. In a single run, and where a launcher gives each job a process of its own, it launches
 for every job and ends with it; `open` (at the start of a multirun in this process) makes it keep. A kept server has the
 same command (but for a port that was not asked for), environment and model files. What it hands on:
 
@@ -213,4 +213,4 @@ def _copy_part(shared: Path, start: int, own: Path) -> None:
             copy.write(chunk)
 
 
-kept = Kept()  # of this process
+servers = Kept()  # of this process
