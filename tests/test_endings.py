@@ -29,6 +29,7 @@ def test_a_step_whose_sync_fails_is_recorded_and_saved(tiny_dir: Path, tmp_path:
         server.add_fault(Fault("update_weights", status=500, after=2))  # versions 0 and 1 arrive, 2 does not
         with pytest.raises(ServerError, match="update_weights"):
             trainer.run()
+        assert trainer.weights.broken_off
         trainer.try_save()
         trained = trainer.ledger.accounts()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -55,6 +56,7 @@ def test_an_update_left_open_is_closed_over_a_connection_that_breaks(tiny_dir: P
         server.add_fault(Fault("start_weight_update", drop=True, after=1, times=1))
         trainer.run()
         assert server.engine.version == "1"
+        assert not trainer.weights.broken_off
 
 
 def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(
