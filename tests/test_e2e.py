@@ -245,14 +245,29 @@ def test_sigterm_while_the_server_starts(start: Start) -> None:
     assert run.survivors() == []
 
 
-def test_server_that_dies_then_resume_then_sigterm(start: Start, default: Run) -> None:
-    """The run begins with the checkpoint of another one, so that one is a model directory for vLLM as it is."""
-    model = default.folder / "checkpoints/step_000012"
-    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    run = start(f"model.path={model}", "train.steps=500", "train.eval_every=500", "train.checkpoint_every=100")
-    run.until_steps(2)
+def kill_engine(run: Run) -> None:
     (engine,) = run.below("VLLM::EngineCore")
     os.kill(engine, signal.SIGKILL)
+
+
+def test_server_that_dies_twice_then_resume_then_sigterm(start: Start, default: Run) -> None:
+    """It is started again once, as often as it may. The model is the checkpoint of another run, so that one is a
+    model directory for vLLM as it is."""
+    model = default.folder / "checkpoints/step_000012"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    run = start(
+        f"model.path={model}",
+        "train.steps=500",
+        "train.eval_every=500",
+        "train.checkpoint_every=100",
+        "rollout.restarts=1",
+    )
+    run.until_steps(2)
+    kill_engine(run)
+    while not run.lines("metrics")[-1]["sampler/restarts"]:
+        run.until_steps(len(run.lines("metrics")) + 1)
+    run.until_steps(len(run.lines("metrics")) + 3)
+    kill_engine(run)
     assert run.end(60) == 1
     assert run.survivors() == []
     status = run.status()
@@ -263,6 +278,7 @@ def test_server_that_dies_then_resume_then_sigterm(start: Start, default: Run) -
     before = default.lines("evals")[-1], run.lines("evals")[0]
     assert before[0]["accuracy"] == pytest.approx(before[1]["accuracy"], abs=0.02)  # the same weights, the same seeds
     step: int = status["step"]
+    check_laws(run, steps=step, max_staleness=1)
     assert (run.folder / f"checkpoints/step_{step:06d}/trainer.pt").exists()
 
     again = Run(run.folder, resume=True)

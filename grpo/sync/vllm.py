@@ -101,6 +101,8 @@ class VLLMSync(WeightSync):
         info = self.trainer_init_info()
 
         def handshake() -> None:
+            if self.engine is not None:  # of a group that has lost a server
+                self.engine.shutdown()
             self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
 
         self._within("the handshake", handshake)
