@@ -163,6 +163,26 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_version(tiny_dir: Path, t
     check_laws(tmp_path, 0)
 
 
+def test_a_death_that_the_loop_notices_as_a_sync_begins(tiny_dir: Path, tmp_path: Path, unbroken: Result) -> None:
+    """The trainer's thread has just looked who is in."""
+    options: dict[str, Any] = {"steps": STEPS, "zero_variance": "keep", "lr": 0.01, "restarts": 1}
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, **options) as trainer:
+        roster = trainer.loader.client.roster
+        announce = roster.announce
+
+        def dies_then(version: int) -> None:
+            if version == 2 and roster.announced == 1:
+                server.die()
+                roster.exclude(server.url, "died")
+                threading.Timer(0.2, server.restart).start()
+            announce(version)
+
+        roster.announce = dies_then  # type: ignore[method-assign]
+        trainer.run()
+    check_laws(tmp_path, 0)
+    assert lines(tmp_path, "rollouts.jsonl") == unbroken[1]
+
+
 def during_step(trainer: Trainer, step: int, work: Callable[[], Any]) -> None:
     inner = trainer.step_fn
 

@@ -144,14 +144,15 @@ class Revival:
     def tend(self) -> None:
         """One look at what is out. Only where the policy's parameters are those of the confirmed version."""
         if self.roster.out and self.roster.confirmed is not None and (back := self._back()):
-            self._send(self.roster.confirmed, back)
+            self._send(self.roster.confirmed, [*self.roster.live, *back], back)
 
     def sync(self, version: int) -> SyncTimings:
         """The current weights to every server that is in or back, as `version`; at least one has confirmed it then."""
         self._look_at_attached()
         while True:
             back = self._back()
-            if (back or self.roster.live) and (timings := self._send(version, back)) and self.roster.live:
+            urls = [*self.roster.live, *back]  # once: the loop may find one of them dead at any moment
+            if urls and (timings := self._send(version, urls, back)) and self.roster.live:
                 return timings
             self._pause()
 
@@ -169,12 +170,11 @@ class Revival:
             if not self.roster.live:
                 self._pause()
 
-    def _send(self, version: int, back: list[str]) -> SyncTimings | None:
-        """Sync those that are in and those that are back, prove the latter, and put them in. None: all were lost."""
+    def _send(self, version: int, urls: list[str], back: list[str]) -> SyncTimings | None:
+        """Sync these servers, prove those of them that are back, and put them in. None: all were lost meanwhile."""
         self._in_loop(lambda: self.roster.announce(version))
         if back:
             self.weights.reattach()
-        urls = [*self.roster.live, *back]
         self.weights.use(urls)
         try:
             timings = self.weights.sync(version)
