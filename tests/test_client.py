@@ -12,7 +12,7 @@ from fake_server import FakeServer
 from tiny import save_tiny_model
 
 from grpo.rollout import client as client_module
-from grpo.rollout.client import Client, Sampled, sampling_params
+from grpo.rollout.client import Client, Sampled, parse_answer, sampling_params
 from grpo.rollout.errors import InvalidAnswer, RequestRefused, ServerError, ServersLost, TransientError
 from grpo.types import Sampling
 
@@ -107,6 +107,25 @@ def test_an_answer_that_cannot_be_trained_is_refused_with_its_reason(
         generate(server)
     assert caught.value.reason == reason
     assert reason.partition(":")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 2), (0, 2)], [(0, 2), (3, 4)], [(0, 1), (1, 5)], [(0, 0), (0, 4)], [(2, 4), (0, 2)]]
+)
+def test_versions_must_cover_each_token_once_and_in_order(spans: list[tuple[int, int]]) -> None:
+    answer = {
+        "choices": [
+            {
+                "token_ids": [5, 6, 7, 1],
+                "finish_reason": "stop",
+                "logprobs": {"content": [{"logprob": -1.0}] * 4},
+                "weight_versions": [{"version": "3", "start": start, "end": end} for start, end in spans],
+            }
+        ]
+    }
+    with pytest.raises(InvalidAnswer) as caught:
+        parse_answer(answer, max_tokens=9, vocab_size=VOCAB)
+    assert caught.value.reason == "weight_versions:spans"
 
 
 @pytest.mark.parametrize(
