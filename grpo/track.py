@@ -12,6 +12,11 @@ from typing import Any
 ROLLOUTS_SHOWN = 64  # completions of a step that go into wandb's table; rollouts.jsonl has all
 
 
+def sweep_of(folder: Path) -> str | None:
+    """The name of the sweep whose job this folder is: Hydra writes multirun.yaml beside its jobs before the first."""
+    return folder.parent.name if (folder.parent / "multirun.yaml").exists() else None
+
+
 class WandbMirror:
     """One wandb run, started by the first record, finished in every ending."""
 
@@ -31,7 +36,7 @@ class WandbMirror:
         self._run = wandb.init(
             project=self.project,
             entity=self.entity,
-            group=self.group,
+            group=self.group or sweep_of(folder),
             mode=self.mode,  # type: ignore[arg-type]
             name=name,
             id=hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest(),

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,26 @@ def test_an_offline_run_holds_every_metric_and_ends(tmp_path: Path, monkeypatch:
         time.sleep(0.2)
     assert not left
     assert not recorder._mirror_failed
+
+
+@pytest.mark.parametrize(("group", "seen"), [(None, "a-sweep"), ("mine", "mine")])
+def test_jobs_of_a_sweep_share_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str | None, seen: str
+) -> None:
+    asked: dict[str, Any] = {}
+
+    class Run:
+        def define_metric(self, *args: Any, **options: Any) -> None: ...
+
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or Run())
+    job = tmp_path / "a-sweep" / "3"
+    job.mkdir(parents=True)
+    mirror = WandbMirror(project="p", entity=None, group=group, mode="offline")
+    mirror.start(job, "run", {})
+    assert asked["group"] == group  # a run alone is in no group but the one that is asked for
+    (job.parent / "multirun.yaml").touch()
+    mirror.start(job, "run", {})
+    assert asked["group"] == seen
 
 
 def test_an_unknown_mode_is_refused() -> None:
