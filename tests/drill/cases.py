@@ -52,13 +52,16 @@ def stalls(draw: Random) -> Case:
 
 def hang(draw: Random) -> Case:
     """A request that is never answered: its deadline strikes, and it is sent again."""
-    return Case("request that hangs", [Fault("generate", hang=True, after=draw.randrange(REQUESTS), times=1)])
+    return Case(
+        "request that hangs", [Fault("generate", hang=True, when=rollout, after=draw.randrange(REQUESTS), times=1)]
+    )
 
 
 def malformed(draw: Random) -> Case:
     edits = [missing("token_ids"), null("logprobs"), short("logprobs"), logprob(float("nan")), logprob(None)]
     edits += [null("weight_versions"), short("weight_versions"), chosen([]), chosen([5, 99_999]), finish("odd")]
-    fault = Fault("generate", edit=draw.choice(edits), after=draw.randrange(8, REQUESTS), times=draw.randint(1, 3))
+    edit, times = draw.choice(edits), draw.randint(1, 3)
+    fault = Fault("generate", edit=edit, when=rollout, after=draw.randrange(REQUESTS), times=times)
     return Case("malformed answer", [fault], same=False)
 
 
