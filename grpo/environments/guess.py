@@ -2,7 +2,7 @@
 
 It is played in the few characters that models/tiny knows how to go on from: the prompt is `?=`, an answer is whatever
 ends with a digit (`:4`), and the environment says `+=` (the secret is higher), `-=` (lower) or `?=` (no digit).
-Three guesses are enough for seven digits. Without listening, three of five digits can be found at most.
+Three guesses are enough for seven digits, of which three at most can be found without listening.
 """
 
 from dataclasses import dataclass
