@@ -25,6 +25,7 @@ from grpo.rollout import revival as revival_module
 from grpo.rollout.errors import ServerError, ServersLost
 from grpo.rollout.guard import descendants
 from grpo.rollout.server import ServerDied, Servers, VLLMServer, free_ports
+from grpo.sync.verify import SyncNotProven
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 
@@ -261,6 +262,22 @@ def test_a_sync_that_a_living_server_refuses_ends_the_run(tiny_dir: Path, tmp_pa
         with pytest.raises(ServerError, match="update_weights: status 500"):
             trainer.run()
         assert server.engine.paused is None
+
+
+def test_a_server_that_comes_back_is_proven_before_it_gets_requests(tiny_dir: Path, tmp_path: Path) -> None:
+    """Also where the syncs of the run are not proven: it has just been started from files of its own."""
+    options: dict[str, Any] = {"steps": STEPS, "zero_variance": "keep", "lr": 0.05, "restarts": 1, "verify_every": 0}
+    with (
+        FakeServer(tiny_dir) as server,
+        restarted(server),
+        loop([server.url], tiny_dir, tmp_path, **options) as trainer,
+    ):
+        server.add_fault(Fault("generate", die=True, when=rollout, after=18, times=1))
+        server.add_fault(Fault("update_weights", apply="nothing", after=3))
+        with pytest.raises(SyncNotProven):
+            trainer.run()
+        last = server.calls[server.calls.index("init_weight_transfer_engine", 1) :]
+        assert last.count("generate") == 8, "the probes, and nothing else"
 
 
 @pytest.mark.parametrize("after", [0, 3])
