@@ -1,6 +1,7 @@
 """Episodes of several turns against the fake server: ids only grow, observations are never trained, counted, booked."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,6 +218,20 @@ def test_a_later_turn_that_fails_books_the_earlier_ones(server: FakeServer, faul
         held, totals = loader.balance()
         assert held == totals["in_flight"] == 0
     assert sorted(len(g.completions) for g in groups)[0] == GROUP - 1
+
+
+def test_a_dropped_episode_is_off_the_books_while_its_siblings_go_on(server: FakeServer) -> None:
+    server.add_fault(Fault("generate", hang=True, when=lambda call: call.body["request_id"] == "5-0-1"))
+    server.add_fault(Fault("generate", status=400, when=lambda call: call.body["request_id"] == "5-0-0-1"))
+    server.add_fault(Fault("generate", edit=stopping))
+    with playing(server, World()) as loader:
+        deadline = time.monotonic() + 20
+        while "discarded:refused" not in loader.ledger.accounts():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        held, totals = loader.balance()
+        assert held == totals["in_flight"]
+        server.clear_faults()
 
 
 def test_a_lost_episode_is_discarded_and_a_failing_environment_ends_the_run(stops: FakeServer) -> None:
