@@ -97,6 +97,31 @@ def test_laws_1_2_and_6_hold_in_every_line(tiny_dir: Path, tmp_path: Path, stale
     assert accounts["trained"] == sum(r["tokens"] for r in trained)
 
 
+@pytest.mark.parametrize(("staleness", "lag"), [(0, 1), (2, 3), (2, -1)])
+def test_a_completion_that_is_too_old_or_of_the_future_is_never_trained(
+    tiny_dir: Path, tmp_path: Path, staleness: int, lag: int
+) -> None:
+    """The guard at the optimizer step: a bug elsewhere ends the run before the step."""
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, max_staleness=staleness, zero_variance="keep") as trainer,
+    ):
+        original = trainer.loader.next_groups
+
+        def next_groups(count: int, timeout: float) -> list[Group]:
+            groups = original(count, timeout)
+            versions = groups[-1].completions[-1].versions
+            versions[:] = [trainer.version - lag] * len(versions)
+            return groups
+
+        trainer.loader.next_groups = next_groups  # type: ignore[method-assign]
+        with pytest.raises(
+            AssertionError, match=rf"law 1 is broken.*has lag {lag}, rollout.max_staleness is {staleness}"
+        ):
+            trainer.run()
+    assert trainer.step == 0
+
+
 def test_staleness_does_not_change_which_prompts_are_trained_when(tiny_dir: Path, tmp_path: Path) -> None:
     orders = []
     for staleness in (0, 2):
