@@ -1,5 +1,6 @@
 """Each step's line says what each reward did: values, seconds, failures."""
 
+import asyncio
 from pathlib import Path
 
 import command
@@ -28,6 +29,8 @@ def test_every_line_has_the_figures_of_every_reward(server: FakeServer, tmp_path
         rewards,
         loop([server.url], server.model_dir, tmp_path, steps=2, scorer=rewards, zero_variance="keep") as trainer,
     ):
+        before = Completion(-1, 0, [5], [-1.0], [0], "stop")  # as the first evaluation's: it belongs to no step
+        asyncio.run(rewards.score(Prompt(-1, "r", "p", [3], {}), before))
         trainer.run()
     lines = command.lines(tmp_path / "metrics.jsonl")
     rollouts = command.lines(tmp_path / "rollouts.jsonl")
