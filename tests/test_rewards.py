@@ -211,7 +211,7 @@ def test_statistics_are_of_training_completions_and_reset_when_read() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("exact", r"data.reward=exact: choose one of exact_match, .*, or file.py:function"),
+        ("exact", r"data.reward=exact: choose one of environment, exact_match, .*, or file.py:function"),
         ([], r"data.reward=\[\]: expected a reward's name"),
         ({"kind": "length"}, r"write a list: data.reward=\[\{kind"),
         ([{"name": "x"}], r"is no reward; expected a name or \{kind"),
