@@ -21,6 +21,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo.budget import Budget, plan_memory
 from grpo.rollout import kept
 from grpo.rollout.server import check_port
 from grpo.settings import Model, Rollout, Sync, Train, fits, type_name
@@ -68,6 +69,7 @@ class Plan:
     context: int
     groups_per_step: int
     evaluating: bool
+    memory: Budget | None = None
 
     def lines(self) -> list[str]:
         """The plan, for people."""
@@ -90,6 +92,7 @@ class Plan:
             *work,
             f"sync      {self.sync_backend} ({self.sync_reason}), pause {self.sync.pause}, "
             f"proven every {self.sync.verify_every} syncs",
+            *([self.memory.line()] if self.memory is not None else []),
         ]
 
 
@@ -131,6 +134,19 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         )
     device = resolve_device(model.device)
     backend, reason = resolve_sync(sync, rollout, device)
+    memory = None
+    if cfg.mode != "eval":
+        memory = plan_memory(
+            config,
+            model,
+            rollout,
+            microbatch=train.tokens_per_microbatch,
+            reference=loss.needs_reference,
+            device=device,
+            backend=backend,
+        )
+    if memory is not None:
+        memory.check(model)
     return Plan(
         train=train,
         model=model,
@@ -147,6 +163,7 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         context=context,
         groups_per_step=train.batch_size // rollout.group_size,
         evaluating=cfg.mode == "eval",
+        memory=memory,
     )
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(preflight, "find_spec", lambda name: True if name == "wandb" else find_spec(name))
     monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda" if device == "cuda" else "cpu")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=150.8e9))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": 2}\n')
     return [str(rows)]
@@ -85,7 +87,7 @@ def test_every_two_choices_make_a_run_together(machine: list[str]) -> None:
             assert plan.data.max_tokens == cfg.data.max_tokens, row
             assert plan.sync_backend == {"auto": "disk"}.get(row["sync"], row["sync"]), row
             assert all(math.isfinite(x) for x in (plan.model.lr, plan.rollout.temperature))
-            assert len("\n".join(plan.lines()).splitlines()) == 6, row
+            assert len("\n".join(plan.lines()).splitlines()) == 6 + (plan.memory is not None), row
 
 
 @pytest.mark.parametrize("model", [m for m in choices("model") if m.startswith("qwen3")])

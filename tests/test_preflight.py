@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from composed import ROOT, choices, conf
@@ -326,7 +327,15 @@ def test_a_server_that_does_not_listen() -> None:
 def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert plan("model.device=cuda:0", "sync=ipc").sync_backend == "ipc"
+    card = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: card)
+    chosen = plan("model.device=cuda:0", "sync=ipc")
+    assert chosen.sync_backend == "ipc"
+    assert chosen.lines()[-1].startswith("memory    weights 0.0, gradients 0.0, optimizer 0.0, activations about ")
+    assert "server 24.0 = about" in chosen.lines()[-1]
+    card.total_memory = 1e4
+    assert message("model.device=cuda:0", "sync=ipc").startswith("model.optimizer=adamw: weights, gradients and optim")
+    card.total_memory = 80e9
     assert message("model.device=cuda:1").startswith(
         "model.device=cuda:1: this machine has 1 CUDA device(s), from 0 on"
     )
