@@ -13,6 +13,7 @@ from loop import Scorer, Stream, length_reward, loop, prompt_ids
 from oracle import synchronous_grpo
 from tiny import save_tiny_model
 
+from grpo import checkpoint
 from grpo.groups import NothingToLearn
 from grpo.losses import GRPO, PPOClip
 from grpo.rollout import client as client_module
@@ -120,6 +121,76 @@ def test_a_completion_that_is_too_old_or_of_the_future_is_never_trained(
         ):
             trainer.run()
     assert trainer.step == 0
+
+
+def test_the_lag_of_a_completion_is_that_of_its_oldest_token(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, zero_variance="keep") as trainer:
+        original = trainer.loader.next_groups
+
+        def next_groups(count: int, timeout: float) -> list[Group]:
+            groups = original(count, timeout)
+            groups[0].completions[0].versions[0] -= 1
+            return groups
+
+        trainer.loader.next_groups = next_groups  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match=r"law 1 is broken: completion 0/0 has lag 1"):
+            trainer.run()
+
+
+def test_a_token_that_is_on_no_account_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, zero_variance="keep") as trainer:
+        original = trainer.loader.next_groups
+
+        def next_groups(count: int, timeout: float) -> list[Group]:
+            groups = original(count, timeout)
+            trainer.ledger.receive(1)  # generated, and held by nobody
+            return groups
+
+        trainer.loader.next_groups = next_groups  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match=r"law 6 is broken: 0 tokens are held, .*'in_flight': 1"):
+            trainer.run()
+
+
+def test_a_checkpoint_counts_all_groups_consumed_but_only_the_kept_ones_as_places(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """A resume begins in the stream behind every group consumed; the pacing knows only batches' places (law 2)."""
+    unequal = Scorer(lambda ids: float(len(ids) if sum(ids) % 3 else 0))
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, max_tokens=2, checkpoint_every=1, scorer=unequal) as trainer,
+    ):
+        trainer.run()
+    rollouts = lines(tmp_path, "rollouts.jsonl")
+    discarded = {r["group"] for r in rollouts if r["outcome"].startswith("discarded")}
+    assert discarded
+    for saved in sorted((tmp_path / "checkpoints").glob("step_*")):
+        position = checkpoint.load(saved)["progress"]
+        consumed = {r["group"] for r in rollouts if r["step"] <= position["step"]}
+        assert (position["groups"], position["places"]) == (len(consumed), len(consumed - discarded))
+
+
+@pytest.mark.parametrize(("step", "evaluated"), [(0, [0, 3, 4]), (2, [3, 4])])
+def test_evaluations_come_before_the_first_step_of_the_whole_run_and_after_the_last(
+    tiny_dir: Path, tmp_path: Path, step: int, evaluated: list[int]
+) -> None:
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, zero_variance="keep", eval_every=3, max_staleness=2) as trainer,
+    ):
+        trainer.step = step
+        asked: list[int] = []
+
+        class Evaluator:
+            sets = ("held_out",)
+
+            def __call__(self, step: int, version: int) -> dict[str, Any]:
+                asked.append(step)
+                return {}
+
+        trainer.evaluator = Evaluator()  # type: ignore[assignment]
+        trainer.run()
+    assert asked == evaluated
 
 
 def test_staleness_does_not_change_which_prompts_are_trained_when(tiny_dir: Path, tmp_path: Path) -> None:
