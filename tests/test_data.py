@@ -8,6 +8,8 @@ import pytest
 from data_tools import BOS, CHAT, NO_SYSTEM, byte_tokenizer, jsonl, load, only, prompts, write_jsonl
 from tiny import tiny_tokenizer
 
+from grpo.data.rows import Reader
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -125,7 +127,7 @@ def test_a_set_of_one_row_is_trained_on_and_nothing_is_held_out(
 def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no row of train can be used: 2 null_answer \(e.g. train/0\)"):
         load(tmp_path, [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": ""}])
-    with pytest.raises(ValueError, match="has no column 'prompt'"):
+    with pytest.raises(ValueError, match="has no rows"):
         load(tmp_path, [])
 
 
@@ -275,3 +277,10 @@ def test_files_of_a_folder_that_are_called_test_are_held_out(tmp_path: Path) -> 
     loaded = jsonl(tmp_path, eval_rows=8).load(byte_tokenizer(), 0)
     assert {p.text for p in loaded.evals["test"]} == {"test 0", "test 1", "test 2"}
     assert loaded.report["train"]["rows"] == loaded.report["train"]["used"] == 9
+
+
+def test_a_file_without_rows_is_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ValueError, match=r"^data.path: .*empty.jsonl has no rows$"):
+        Reader(prompt="{prompt}", answer="answer").check_columns([], str(empty))

@@ -85,6 +85,8 @@ class Reader:
 
     def check_columns(self, columns: Sequence[str], where: str) -> None:
         """Raises ValueError for a column that is not there."""
+        if not columns:
+            raise ValueError(f"data.path: {where} has no rows")
         for key, name in [("prompt", f) for f in self.fields] + ([("answer", self.answer)] if self.answer else []):
             if name not in columns and name.partition(".")[0] not in columns:
                 value = self.prompt if key == "prompt" else name
