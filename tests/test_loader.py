@@ -264,6 +264,22 @@ def test_an_exception_in_a_reward_reaches_the_trainer_with_its_own_traceback(ser
         assert any(entry.name == "score" for entry in caught.traceback)
 
 
+class FirstFails:
+    """A reward that raises for a group's first completion, while the group's others are being scored."""
+
+    async def score(self, prompt: Prompt, completion: Completion) -> None:
+        if completion.index == 0:
+            raise RuntimeError("the verifier broke")
+        await asyncio.sleep(60)
+
+
+def test_the_end_leaves_no_task_behind_in_the_loop(server: FakeServer) -> None:
+    """A group that failed no longer waits for its other completions; the loop's end has to."""
+    with running(server, scorer=FirstFails()) as loader, pytest.raises(RuntimeError, match="the verifier broke"):
+        loader.next_groups(2, timeout=10)
+    assert asyncio.all_tasks(loader._loop) == set()
+
+
 @pytest.mark.parametrize("where", ["source", "judge", "watch", "decode"])
 def test_an_exception_anywhere_in_the_loop_reaches_the_trainer(server: FakeServer, where: str) -> None:
     def broken(*_: Any) -> Any:

@@ -250,21 +250,19 @@ class Loader:
     # ---- in the loop ----
 
     def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._main())
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._main())
         except asyncio.CancelledError:
             pass
         except BaseException as error:  # handed to the trainer's thread, which raises it
             self._fail(error)
         finally:
             self._started.set()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
 
     async def _main(self) -> None:
         async with self.client:
-            watcher = asyncio.create_task(self._watch())
+            self._tasks.add(asyncio.create_task(self._watch()))
             self._started.set()
             try:
                 while not self._closing:
@@ -275,9 +273,11 @@ class Loader:
                     except Exception as error:  # the loop goes on until `close`: who calls meanwhile gets this error
                         self._fail(error)
             finally:
-                for task in (watcher, *self._tasks):
+                # All of them, while the session is open: a group that failed has left its other completions running.
+                rest = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in rest:
                     task.cancel()
-                await asyncio.gather(watcher, *self._tasks, return_exceptions=True)
+                await asyncio.gather(*rest, return_exceptions=True)
 
     def _admit(self) -> None:
         while not self._closing and not self._ended and self._failure is None and self.admission.may_admit():
