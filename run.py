@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from grpo import cli, preflight, sweep
+from grpo import cli, distributed, preflight, sweep
 from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
 from grpo.mask import masked
 from grpo.rollout import kept  # by its module: launchers pickle this file's globals for their jobs' processes
@@ -40,6 +40,7 @@ def main(cfg: DictConfig) -> float | None:
     in_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     with contextlib.ExitStack() as stack:
         try:
+            distributed.check_command(multirun=in_sweep)
             before = sweep.before(folder, cfg) if in_sweep and not cfg.dry_run else sweep.Before()
             if before.summary is not None:
                 sweep.skip(hydra_cfg.job.num)
@@ -95,10 +96,11 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
         try:
             with contextlib.ExitStack() as stack:
                 try:
-                    trainer = make(plan, config, folder, recorder, signals, stack, resume)
-                    signals.deferred = not plan.evaluating  # which has no step to finish
-                    with watchdog_of(trainer, plan.train.watchdog):
-                        reason = trainer.run()
+                    with distributed.explained():
+                        trainer = make(plan, config, folder, recorder, signals, stack, resume)
+                        signals.deferred = not plan.evaluating  # which has no step to finish
+                        with watchdog_of(trainer, plan.train.watchdog):
+                            reason = trainer.run()
                     state = "finished"
                 except Interrupted as ending:
                     state, failure, reason = "interrupted", ending, str(ending)
@@ -198,7 +200,7 @@ def make(
     from transformers.utils import logging as transformers_logging
 
     from grpo import checkpoint
-    from grpo.build import make_optimizer, make_policy
+    from grpo.build import make_optimizer, make_policy, make_reference
     from grpo.evaluate import Evaluation, Evaluator
     from grpo.groups import GroupRules
     from grpo.ledger import Ledger
@@ -220,8 +222,17 @@ def make(
     transformers_logging.disable_progress_bar()  # it would break into the display
     seed = config["seed"]
     seed_everything(seed)
+    threads = train.threads or max(
+        1, len(os.sched_getaffinity(0)) // 2 // (plan.place.local_ranks if plan.place else 1)
+    )
     if plan.device == "cpu":
-        torch.set_num_threads(train.threads or max(1, len(os.sched_getaffinity(0)) // 2))
+        torch.set_num_threads(threads)
+    stack.callback(distributed.close_team)
+    team = distributed.open_team(plan.device, threads)
+    if team is not None:
+        signals.also = team.check
+        signals.echo_s = distributed.ECHO
+        recorder.update_status(ranks=team.ranks)
     tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
     data = plan.data.load(tokenizer, seed)
     recorder.update_status(data=data.report, model=plan.model_path)
@@ -235,14 +246,14 @@ def make(
         # after whole steps it is this; with another train.batch_size (resume_force) it must be
         position["places"] = position["version"] * plan.groups_per_step
     policy = make_policy(
-        resume or plan.model_path, model, plan.device, tokenizer=tokenizer, trainable=not plan.evaluating
+        resume or plan.model_path, model, plan.device, tokenizer=tokenizer, trainable=not plan.evaluating, team=team
     )
     reference: Policy | None = None
     optimizer: Optimizer | None = None
     if plan.loss.needs_reference and not plan.evaluating:
-        reference = Policy(plan.model_path, dtype=model.dtype, device=plan.device, trainable=False)
+        reference = make_reference(plan.model_path, model, plan.device, team)
     if not plan.evaluating:
-        optimizer = make_optimizer(policy, model, train)
+        optimizer = make_optimizer(policy, model, train, team)
     if state and optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
         checkpoint.set_rng_state(state["rng"])
@@ -384,4 +395,5 @@ def make(
 
 
 if __name__ == "__main__":
-    cli.start(main, sys.argv)
+    with distributed.ranks():  # torchrun's rank 0 is the run; the others follow it and end here
+        cli.start(main, sys.argv)

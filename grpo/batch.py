@@ -15,7 +15,7 @@ Shapes: T tokens of a micro-batch, B sequences, N trained tokens (the completion
 
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -71,6 +71,8 @@ class MicroBatch:
     rows: list[int]  # which sequences of the optimizer batch these are
     num_sequences: int  # B
     lengths: list[int]  # trained tokens of each sequence, which add up to N
+    # Where several ranks compute it at once (`join`): the part of each, on the CPU.
+    shards: list["MicroBatch"] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch with its tensors on `device` (copied without waiting, from pinned memory to CUDA)."""
@@ -169,6 +171,35 @@ def pack(
     return [_pack_one(sequences, rows, pad_to) for rows in rows_by_microbatch]
 
 
+def join(shards: Seq[MicroBatch]) -> MicroBatch:
+    """One micro-batch of those that the ranks compute at once (the same number of each one's `pack`), end to end."""
+    starts_T = np.cumsum([0, *(len(mb.ids_T) for mb in shards)]).tolist()
+    starts_B = np.cumsum([0, *(mb.num_sequences for mb in shards)]).tolist()
+
+    def cat(name: str, shifts: Seq[int] = ()) -> Tensor:
+        values = [getattr(mb, name) for mb in shards]
+        return torch.cat([x + shift for x, shift in zip(values, shifts, strict=False)] if shifts else values)
+
+    borders = [mb.cu_seqlens[1:] + start for mb, start in zip(shards, starts_T, strict=False)]
+    return MicroBatch(
+        ids_T=cat("ids_T"),
+        positions_T=cat("positions_T"),
+        cu_seqlens=torch.cat([shards[0].cu_seqlens[:1], *borders]),
+        max_seqlen=max(mb.max_seqlen for mb in shards),
+        predict_N=cat("predict_N", starts_T),
+        targets_N=cat("targets_N"),
+        sequence_N=cat("sequence_N", starts_B),
+        sampler_logprobs_N=cat("sampler_logprobs_N"),
+        advantages_N=cat("advantages_N"),
+        weights_N=cat("weights_N"),
+        lag_N=cat("lag_N"),
+        rows=[row for mb in shards for row in mb.rows],
+        num_sequences=starts_B[-1],
+        lengths=[length for mb in shards for length in mb.lengths],
+        shards=list(shards),
+    )
+
+
 def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> MicroBatch:
     chosen = [sequences[row] for row in rows]
     lengths = [len(s) for s in chosen]
@@ -186,11 +217,6 @@ def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> 
         np.asarray(p, np.int64) + (start + len(s.prompt_ids) - 1)
         for start, s, p in zip(starts, chosen, places, strict=True)
     ]
-    per_sequence = {
-        "sequence_N": torch.arange(len(rows)),
-        "advantages_N": torch.tensor([s.advantage for s in chosen], dtype=torch.float32),
-        "weights_N": torch.tensor([s.weight for s in chosen], dtype=torch.float32),
-    }
     repeats = torch.tensor(trained, dtype=torch.int64)
     return MicroBatch(
         ids_T=torch.tensor(ids, dtype=torch.int64),
@@ -201,10 +227,12 @@ def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> 
         targets_N=torch.tensor(
             [s.completion_ids[i] for s, p in zip(chosen, places, strict=True) for i in p], dtype=torch.int64
         ),
+        sequence_N=torch.arange(len(rows)).repeat_interleave(repeats),
         sampler_logprobs_N=torch.tensor([x for s in chosen for x in s.sampler_logprobs], dtype=torch.float32),
+        advantages_N=torch.tensor([s.advantage for s in chosen], dtype=torch.float32).repeat_interleave(repeats),
+        weights_N=torch.tensor([s.weight for s in chosen], dtype=torch.float32).repeat_interleave(repeats),
         lag_N=torch.tensor([x for s in chosen for x in s.lags], dtype=torch.int64),
         rows=rows,
         num_sequences=len(rows),
         lengths=trained,
-        **{name: values.repeat_interleave(repeats) for name, values in per_sequence.items()},
     )

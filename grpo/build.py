@@ -1,12 +1,19 @@
-"""Policy and optimizer as a run's settings describe them: for training, and to compute a step again (`grpo.replay`)."""
+"""Policy and optimizer as a run's settings describe them: for training, and to compute a step again (`grpo.replay`).
+
+With a team they are sharded over its ranks.
+"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 from grpo.settings import Model, Train
+
+if TYPE_CHECKING:
+    from grpo.team import Team
 
 
 def make_policy(
@@ -16,29 +23,45 @@ def make_policy(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     trainable: bool = True,
+    team: "Team | None" = None,
 ) -> Policy:
     """The model at `path`: the initial weights or a checkpoint."""
-    return Policy(
-        path,
-        dtype=model.dtype,
-        device=device,
-        checkpointing=model.checkpointing,  # type: ignore[arg-type]
-        compile=device != "cpu" if model.compile == "auto" else bool(model.compile),
-        tokenizer=tokenizer,
-        trainable=trainable,
-    )
+    compile = device != "cpu" if model.compile == "auto" else bool(model.compile)
+    settings = {"dtype": model.dtype, "checkpointing": model.checkpointing, "compile": compile, "trainable": trainable}
+    policy = _policy("policy", team, path, device, settings)
+    policy.tokenizer = tokenizer
+    return policy
 
 
-def make_optimizer(policy: Policy, model: Model, train: Train) -> Optimizer:
+def make_reference(path: str | Path, model: Model, device: str, team: "Team | None" = None) -> Policy:
+    """The policy that a KL penalty pulls to."""
+    return _policy("reference", team, path, device, {"dtype": model.dtype, "trainable": False})
+
+
+def _policy(name: str, team: "Team | None", path: str | Path, device: str, settings: dict[str, Any]) -> Policy:
+    if team is None:
+        return Policy(path, device=device, **settings)
+    from grpo.sharded import ShardedPolicy
+
+    policy: Policy = team.make(name, ShardedPolicy, path, **settings)
+    return policy
+
+
+def make_optimizer(policy: Policy, model: Model, train: Train, team: "Team | None" = None) -> Optimizer:
     """Before its first step; a resumed run loads its state."""
-    return Optimizer(
-        policy.parameters(),
-        lr=model.lr,
-        kind=model.optimizer,  # type: ignore[arg-type]
-        weight_decay=model.weight_decay,
-        betas=(model.betas[0], model.betas[1]),
-        max_grad_norm=train.max_grad_norm,
-        warmup_steps=model.warmup_steps,
-        schedule=model.schedule,  # type: ignore[arg-type]
-        total_steps=train.steps * train.minibatches,
-    )
+    settings: dict[str, Any] = {
+        "lr": model.lr,
+        "kind": model.optimizer,
+        "weight_decay": model.weight_decay,
+        "betas": (model.betas[0], model.betas[1]),
+        "max_grad_norm": train.max_grad_norm,
+        "warmup_steps": model.warmup_steps,
+        "schedule": model.schedule,
+        "total_steps": train.steps * train.minibatches,
+    }
+    if team is None:
+        return Optimizer(policy.parameters(), **settings)
+    from grpo.sharded import ShardedOptimizer
+
+    optimizer: Optimizer = team.make("optimizer", ShardedOptimizer, **settings)
+    return optimizer

@@ -21,7 +21,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo import sweep
+from grpo import distributed, sweep
 from grpo.rollout import kept
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -125,6 +125,7 @@ def _similar(error: OmegaConfBaseException) -> str:
 def prepare(argv: list[str]) -> None:
     """Edit `argv` in place: flags first, and `resume` brings the saved configuration. Raises ValueError."""
     flags, overrides = _split(argv[1:])
+    distributed.check_command(multirun=bool({"-m", "--multirun"} & set(flags)))
     argv[1:] = [*flags, *overrides]
     given = [a for a in overrides if _key(a) == "resume"]
     if not given or given[-1] in ("resume=null", "resume="):

@@ -7,10 +7,12 @@ or scaled logits, another attention) is refused there and never trained wrongly.
 
 The parameters are in `dtype`; float32 masters for bfloat16 live in `grpo.optimizer`. A reference policy is a second
 `Policy` with `trainable=False`, so that its memory is only paid by the losses that need one. Dropout is off: with it,
-the ratio of a token would be noise. Left out: adapters, sharding, models whose checkpoints rename their parameters.
+the ratio of a token would be noise. Left out: adapters, several ranks (`grpo.sharded`),
+models whose checkpoints rename their parameters.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,13 +58,13 @@ class Policy:
         if checkpointing not in ("none", "selective", "full"):
             raise ValueError(f"model.checkpointing={checkpointing!r} must be none, selective or full")
         self.device, self.dtype, self.tokenizer = torch.device(device), getattr(torch, dtype), tokenizer
-        self.model = _load(str(path), self.dtype).to(self.device).eval()
+        self.trainable = trainable
+        self.model = _load(str(path), self.dtype).eval()
         self.config = self.model.config
         self.body, self.head = self.model.base_model, self.model.get_output_embeddings()
         if not trainable:
             self.model.requires_grad_(False)
-        elif self.dtype == torch.bfloat16:
-            accumulate_in_products(self.body)
+        self._place()
         self._check_forward()
         # After the check, which runs the layers with lengths and an attention that training never uses.
         layers: Any = getattr(self.body, "layers", None)
@@ -77,9 +79,18 @@ class Policy:
                 layer.__class__ = kinds[type(layer)]
         if compile:
             for layer in layers:
-                layer.compile(dynamic=True)
+                self._compile(layer)
         # Tokens that micro-batches are filled up to: what compiled layers were specialised for stays true.
         self.pad_to: int | None = 256 if compile else None
+
+    def _place(self) -> None:
+        """Bring the parameters to where they are computed."""
+        self.model.to(self.device)
+        if self.trainable and self.dtype == torch.bfloat16:
+            accumulate_in_products(self.body)
+
+    def _compile(self, layer: nn.Module) -> None:
+        layer.compile(dynamic=True)
 
     @property
     def context(self) -> int:
@@ -117,6 +128,12 @@ class Policy:
         self.model.save_pretrained(path)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(path)
+
+    def pack(
+        self, sequences: Seq[Sequence], *, tokens_per_microbatch: int, pad_to: int | None = None
+    ) -> list[MicroBatch]:
+        """Micro-batches as `logprobs` takes them, on the CPU. ValueError for a sequence longer than `context`."""
+        return pack(sequences, tokens_per_microbatch=tokens_per_microbatch, context=self.context, pad_to=pad_to)
 
     def hidden(self, mb: MicroBatch) -> Tensor:
         """Hidden states [N, D] at the positions that predict the trained tokens, differentiable."""
@@ -186,7 +203,7 @@ class Policy:
         rows = [Sequence(x[:1], x[1:], [0.0] * (len(x) - 1), [0] * (len(x) - 1), 0.0, 0.0) for x in ids]
         (mb,) = pack(rows, tokens_per_microbatch=sum(lengths), context=self.context)
         try:
-            ours_N = self.logprobs(mb.to(self.device), 1.0)[0]
+            ours_N = Policy.logprobs(self, mb.to(self.device), 1.0)[0]
         except ValueError as error:  # an attention that ours refuses
             raise ValueError(f"model type {kind!r} cannot be trained: {error}; choose another model.path") from error
         own = []

@@ -109,7 +109,7 @@ class Optimizer:
         """
         grads = self.gradients()
         assert grads, "no backward pass since the last step"
-        value = total_norm(grads)
+        value = self._norm(grads)
         self.update_size = 0.0
         if math.isfinite(value):
             if self.max_grad_norm:
@@ -151,7 +151,16 @@ class Optimizer:
             old += total_norm(before) ** 2
             torch._foreach_sub_(before, part)
             moved += total_norm(before) ** 2
+        old, moved = self._whole(old, moved)
         return math.sqrt(moved / old) if old else math.inf if moved else 0.0
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        """Of the whole gradient."""
+        return total_norm(grads)
+
+    def _whole(self, *squares: float) -> tuple[float, ...]:
+        """Sums over these parameters -> over all of the model's; these are all."""
+        return squares
 
     def zero_grad(self) -> None:
         """Forget the gradients of a batch that will not be stepped."""

@@ -21,6 +21,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo import distributed
 from grpo.budget import Budget, plan_memory
 from grpo.rollout import kept
 from grpo.rollout.server import check_port
@@ -52,7 +53,7 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Plan:
     """What will be run. `data`, `loss` and `mirror` are the built objects, `sync_backend` what `auto` has become.
-    `evaluating`: mode=eval, no training."""
+    `evaluating`: mode=eval, no training. `place`: this process among the trainer's, if it has several."""
 
     train: Train
     model: Model
@@ -69,6 +70,7 @@ class Plan:
     context: int
     groups_per_step: int
     evaluating: bool
+    place: distributed.Place | None
     memory: Budget | None = None
 
     def lines(self) -> list[str]:
@@ -84,7 +86,8 @@ class Plan:
             ]
         where = ", ".join(rollout.urls) if rollout.urls else f"{rollout.servers} launched on {rollout.host}"
         return [
-            f"model     {self.model_path} ({self.model_config.get('model_type')}, {self.model.dtype}) on {self.device}",
+            f"model     {self.model_path} ({self.model_config.get('model_type')}, {self.model.dtype}) on {self.device}"
+            + (f", sharded over {self.place.ranks} ranks" if self.place else ""),
             f"data      {type(self.data).__name__}: prompt <= {self.data.max_prompt_tokens} + completion <= "
             f"{self.data.max_tokens} tokens, context {self.context}",
             f"rollout   {where}; groups of {rollout.group_size}, max_staleness {rollout.max_staleness}, "
@@ -133,7 +136,11 @@ def check(cfg: DictConfig, root: Path) -> Plan:
             "group; use 2 or more"
         )
     device = resolve_device(model.device)
-    backend, reason = resolve_sync(sync, rollout, device)
+    here = distributed.place()
+    backend, reason = resolve_sync(sync, rollout, device, here.local_ranks if here else 1)
+    distributed.check_plan(
+        mode=cfg.mode, batch_size=train.batch_size, minibatches=train.minibatches, device=device, backend=backend
+    )
     memory = None
     if cfg.mode != "eval":
         memory = plan_memory(
@@ -163,6 +170,7 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         context=context,
         groups_per_step=train.batch_size // rollout.group_size,
         evaluating=cfg.mode == "eval",
+        place=here,
         memory=memory,
     )
 
@@ -351,18 +359,19 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def resolve_sync(sync: Sync, rollout: Rollout, device: str) -> tuple[str, str]:
+def resolve_sync(sync: Sync, rollout: Rollout, device: str, ranks: int = 1) -> tuple[str, str]:
     import torch
 
     from grpo.sync import auto
 
     gpus = torch.cuda.device_count()
     if sync.backend == "auto":
-        return auto(device=device, gpus=gpus, attached=bool(rollout.urls))
+        return auto(device=device, gpus=gpus, attached=bool(rollout.urls), ranks=ranks)
     if sync.backend in ("ipc", "nccl") and device == "cpu":
         raise ValueError(f"sync={sync.backend}: needs a CUDA device, model.device is cpu; use sync=disk")
-    if sync.backend == "nccl" and not rollout.urls and gpus < 2:
-        raise ValueError(f"sync=nccl: trainer and server need a GPU each, this machine has {gpus}; use sync=ipc")
+    if sync.backend == "nccl" and not rollout.urls and gpus <= ranks:
+        other = "ipc" if ranks == 1 else "disk"
+        raise ValueError(f"sync=nccl: trainer and server need a GPU each, this machine has {gpus}; use sync={other}")
     return sync.backend, "as asked"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.batch import Sequence, pack
+from grpo.batch import Sequence
 from grpo.model import Policy
 from grpo.rollout.loader import Loader
 from grpo.sync.verify import verify
@@ -52,7 +52,7 @@ class Prover:
             ]
             ours: list[float] = []
             theirs: list[float] = []
-            for mb in pack(sequences, tokens_per_microbatch=4096, context=self.policy.context):
+            for mb in self.policy.pack(sequences, tokens_per_microbatch=4096):
                 with torch.no_grad():
                     logprobs_N = self.policy.logprobs(mb.to(self.policy.device), self.temperature)[0]
                 ours += logprobs_N.tolist()

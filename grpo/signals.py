@@ -6,6 +6,8 @@ in hand is finished, so that the checkpoint that follows is of a whole step, and
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -19,11 +21,18 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Handlers for the time of a `with` block, in the main thread. `deferred` is set while a step must not be torn."""
+    """Handlers for the time of a `with` block, in the main thread. `deferred` is set while a step must not be torn.
+
+    also: called at every `check`, and may raise what else ends the run. echo_s: seconds in which a second signal is
+    taken for the first one again (torchrun hands on what every process may have got already).
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.deferred = False
+        self.also: Callable[[], None] = lambda: None
+        self.echo_s = 0.0
+        self._received_at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -39,13 +48,16 @@ class Signals:
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal has come."""
+        self.also()
         if self.received is not None:
             raise Interrupted(self.received)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            if time.monotonic() - self._received_at < self.echo_s:
+                return
             # Children end with us: their guards see the pipe close.
             os._exit(128 + signum)
-        self.received = signum
+        self.received, self._received_at = signum, time.monotonic()
         if not self.deferred:
             raise Interrupted(signum)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo.batch import MicroBatch, Sequence, pack
+from grpo.batch import MicroBatch, Sequence
 from grpo.diagnostics import diagnostics
 from grpo.groups import settle_outcomes
 from grpo.ledger import Ledger
@@ -113,11 +113,8 @@ class TrainStep:
             )
         if not sequences:
             return []
-        micro_batches = pack(
-            sequences,
-            tokens_per_microbatch=self.tokens_per_microbatch,
-            context=self.policy.context,
-            pad_to=self.pad_to,
+        micro_batches = self.policy.pack(
+            sequences, tokens_per_microbatch=self.tokens_per_microbatch, pad_to=self.pad_to
         )
         names = [f"{c.group}/{c.index}" for _, c in chosen]
         return [(mb.to(self.policy.device), [names[row] for row in mb.rows]) for mb in micro_batches]

@@ -18,15 +18,19 @@ OUTLIVED = 20.0  # seconds in which every process of an ended run must be gone (
 
 
 class Run:
-    """One run. Every process that was ever seen below it is remembered, to be looked for afterwards."""
+    """One run, under torchrun where it has several ranks.
 
-    def __init__(self, folder: Path, *overrides: str, resume: bool = False) -> None:
+    Every process that was ever seen below it is remembered, to be looked for afterwards.
+    """
+
+    def __init__(self, folder: Path, *overrides: str, resume: bool = False, ranks: int = 1) -> None:
         self.folder = folder
         self._output = folder.parent / f"{folder.name}.output"
         where = f"resume={folder}" if resume else f"hydra.run.dir={folder}"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "run.py", *overrides, where],
+                [sys.executable, *torchrun, "run.py", *overrides, where],
                 cwd=ROOT,
                 stdout=output,
                 stderr=output,

@@ -34,8 +34,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts runs; none of them outlives the tests."""
     runs: list[Run] = []
 
-    def start(*overrides: str) -> Run:
-        runs.append(Run(tmp_path_factory.mktemp("run") / "folder", *overrides))
+    def start(*overrides: str, ranks: int = 1) -> Run:
+        runs.append(Run(tmp_path_factory.mktemp("run") / "folder", *overrides, ranks=ranks))
         return runs[-1]
 
     yield start
@@ -79,8 +79,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
 def attached(start: Start, task: Callable[..., list[str]]) -> Callable[..., Run]:
     """Starts that task on a server that is there."""
 
-    def attached(server: RealServer, *overrides: str) -> Run:
-        return start(*task(tied=server.tied), f"rollout.urls=[{server.url}]", *overrides)
+    def attached(server: RealServer, *overrides: str, ranks: int = 1) -> Run:
+        return start(*task(tied=server.tied), f"rollout.urls=[{server.url}]", *overrides, ranks=ranks)
 
     return attached
 
@@ -213,6 +213,18 @@ def test_tied_model(attached: Callable[..., Run], tied_server: RealServer) -> No
     run = finish(attached(tied_server, "rollout.max_staleness=1"))
     check_laws(run, steps=5, max_staleness=1)
     assert max(line.get("lag_1/kl", 0.0) for line in run.lines("metrics")) > 1e-4
+
+
+def test_two_ranks_keep_the_laws(attached: Callable[..., Run], tied_server: RealServer) -> None:
+    """torchrun: a tied model in shards, synced and proven at every step; generation runs ahead."""
+    recorded = ("train.record_tokens=true", "train.checkpoint_every=4", "train.minibatches=2")
+    run = finish(attached(tied_server, "rollout.max_staleness=1", *recorded, ranks=2))
+    check_laws(run, steps=5, max_staleness=1)
+    assert run.status()["ranks"] == 2
+    assert {row["lag"] for row in run.lines("rollouts")} == {0, 1}
+    assert replay([str(run.folder)]) == 0  # one process computes step 5 from checkpoint 4
+    (step,) = json.loads((run.folder / "replay.json").read_text())["steps"]
+    assert step["proof"]["reproduced"], step["proof"]["off"]
 
 
 # ---- endings ----

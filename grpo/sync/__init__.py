@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from grpo.sync.base import Control, WeightSync
 
 
-def auto(*, device: str, gpus: int, attached: bool) -> tuple[str, str]:
-    """Which backend `sync=auto` is, and why. device: the trainer's; gpus: on this machine; attached: rollout.urls."""
+def auto(*, device: str, gpus: int, attached: bool, ranks: int = 1) -> tuple[str, str]:
+    """Which backend `sync=auto` is, and why. device: the trainer's; gpus: on this machine, of which its processes there
+    take `ranks`; attached: rollout.urls."""
     if device == "cpu":
         return "disk", "the trainer is on the CPU"
     if attached:
         return "disk", "the servers are not ours: a file is all that is sure to reach them (sync.dir)"
-    if gpus > 1:
-        return "nccl", f"{gpus} GPUs: one for the trainer, the others for servers"
+    if gpus > ranks:
+        return "nccl", f"{gpus} GPUs: {'one' if ranks == 1 else ranks} for the trainer, the others for servers"
+    if ranks > 1:
+        return "disk", f"the servers share the {gpus} GPUs with the trainer's ranks"
     return "ipc", "trainer and server share the one GPU"
 
 

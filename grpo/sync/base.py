@@ -15,7 +15,7 @@ version has (off by 11 nat when it was tried). So it is asked for again, after t
 `reset_running_requests=true`: whatever still holds a cache is computed again, and a cache that cannot be
 dropped is an error, not `success: false`. When the pause did its work this finds nothing to do (2 ms).
 
-Left out: sparse and delta updates, LoRA adapters, trainers of several processes (only rank 0 would call).
+Left out: sparse and delta updates, LoRA adapters. Of a trainer with several ranks only rank 0 calls.
 """
 
 import concurrent.futures
