@@ -20,10 +20,17 @@ OUTLIVED = 20.0  # seconds in which every process of an ended run must be gone (
 class Run:
     """One run, under torchrun where it has several ranks.
 
-    Every process that was ever seen below it is remembered, to be looked for afterwards.
+    Every process that was ever seen below it is remembered, to be looked for afterwards. environment: besides ours.
     """
 
-    def __init__(self, folder: Path, *overrides: str, resume: bool = False, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        resume: bool = False,
+        ranks: int = 1,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self._output = folder.parent / f"{folder.name}.output"
         where = f"resume={folder}" if resume else f"hydra.run.dir={folder}"
@@ -34,7 +41,7 @@ class Run:
                 cwd=ROOT,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
                 start_new_session=True,
             )
         self._below: dict[int, int] = {}  # pid -> when it started, since pids come again

@@ -267,6 +267,16 @@ def test_a_server_in_doubt_is_not_kept(sweep: Sweep, failure: BaseException | No
     assert sweep.kept.reused == stays
 
 
+@pytest.mark.parametrize(("failure", "ended_by"), [(None, signal.SIGTERM), (ServerDied("died"), signal.SIGKILL)])
+def test_the_servers_of_a_run_that_failed_get_no_grace(
+    sweep: Sweep, failure: BaseException | None, ended_by: signal.Signals
+) -> None:
+    process = sweep.begin().launched[0].process
+    assert process is not None
+    sweep.end(failure, synced=False)
+    assert process.returncode == 128 + ended_by
+
+
 def test_a_job_that_could_not_say_how_it_ended_gives_back_no_server(sweep: Sweep) -> None:
     running = pid(sweep.begin())
     sweep.kept.give_back()

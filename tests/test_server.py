@@ -86,6 +86,17 @@ def test_a_stubborn_server_is_killed_after_the_grace_time(make: Make) -> None:
     assert alive(pids) == []
 
 
+@pytest.mark.parametrize(("at_once", "ended_by"), [(False, signal.SIGTERM), (True, signal.SIGKILL)])
+def test_a_server_that_is_ended_at_once_gets_no_grace(make: Make, at_once: bool, ended_by: signal.Signals) -> None:
+    server = make("--loose")
+    server.wait_ready(SECONDS)
+    process, pids = server.process, below(server)
+    assert process is not None
+    Servers([server]).stop(at_once=at_once)
+    assert process.returncode == 128 + ended_by
+    assert alive(pids) == []
+
+
 def test_an_early_death_is_noticed_with_the_log(make: Make) -> None:
     server = make("--die", "3", "--loose")
     with pytest.raises(ServerDied, match=r"died \(exit status 3\)") as caught:
@@ -113,8 +124,20 @@ def test_the_death_of_the_engine_alone_is_noticed(make: Make) -> None:
     engine = next(pid for pid in below(server) if guard.title(pid).startswith("VLLM::EngineCore"))
     os.kill(engine, signal.SIGKILL)
     wait(lambda: not guard.title(engine))
-    with pytest.raises(ServerDied, match=r"its process VLLM::EngineCore .* is gone"):
+    with pytest.raises(ServerDied, match=r"its process VLLM::EngineCore .* is gone") as death:
         server.check()
+    with pytest.raises(ServerDied) as again:  # what every open request asks is found out once
+        server.check()
+    assert again.value is death.value
+    process = server.process
+    assert process is not None
+    pids = guard.descendants(process.pid)
+    server.stop()
+    assert process.returncode == 128 + signal.SIGKILL, "a server without its engine gets no grace"
+    assert alive(pids) == []
+    server.launch()
+    server.wait_ready(SECONDS)
+    server.check()
 
 
 def test_a_server_that_never_answers_runs_into_the_deadline(make: Make) -> None:

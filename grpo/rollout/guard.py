@@ -6,6 +6,7 @@
 | --- | --- | --- |
 | the run dies in any way, closes the pipe | end of file on stdin, or the kernel's signal | SIGTERM to the command; |
 | the guard gets SIGTERM, SIGINT or SIGHUP | its handler | after GRACE seconds SIGKILL to all below |
+| the run has failed, writes AT_ONCE | AT_ONCE on stdin | SIGKILL to all below |
 | the command ends by itself | SIGCHLD | SIGKILL to what it left behind |
 | the guard gets SIGKILL | the kernel | SIGKILL to the command and its children (`die_with_parent`) |
 
@@ -25,6 +26,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+AT_ONCE = b"k"  # on the pipe
 NOBODY = -1
 GUARDED = "GRPO_GUARDED"  # in the environment of whatever runs below a guard: the process that started it
 
@@ -100,7 +102,7 @@ def main(arguments: list[str]) -> int:
         _become(command, wake, bell)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     status = _watch(child, wake)
-    if status is None:
+    if status is None and not _at_once:
         _send(child, signal.SIGTERM)
         status = _wait(child, grace)
     while left := descendants(os.getpid()):  # again and again: they may fork meanwhile
@@ -134,6 +136,7 @@ def _become(command: list[str], *pipes: int) -> None:
 
 
 _statuses: dict[int, int] = {}
+_at_once: list[bytes] = []  # not empty: the run wants no grace
 
 
 def _reap() -> None:
@@ -156,7 +159,10 @@ def _watch(child: int, wake: int) -> int | None:
         _reap()
         if child in _statuses:
             return _statuses[child]
-        if any(signum in signals for signum in ENDINGS) or (0 in ready and os.read(0, 4096) == b""):
+        told = os.read(0, 4096) if 0 in ready else None
+        if told:
+            _at_once.append(told)
+        if told is not None or any(signum in signals for signum in ENDINGS):
             return None
 
 

@@ -50,6 +50,7 @@ class Lease:
     folder: Path
     starts: list[int]  # of the job's part in each log, in bytes
     trusted: bool = False
+    failed: bool = False  # its servers get no grace
 
 
 class Kept:
@@ -106,6 +107,7 @@ class Kept:
         """How the job ended, before it gives its servers back. synced: no weight sync was broken off."""
         if self._lease is not None:
             self._lease.trusted = synced and not _suspicious(failure)
+            self._lease.failed = failure is not None
 
     def give_back(self) -> None:
         """The job is over and its requests are closed: keep its servers, or end them. Safe without any."""
@@ -115,7 +117,7 @@ class Kept:
         if lease.key is not None and lease.trusted and _alive(lease.servers):
             self._idle = lease
         else:
-            lease.servers.stop()
+            lease.servers.stop(at_once=lease.failed)
         for server, start in zip(lease.servers.launched, lease.starts, strict=False):
             _copy_part(server.log, start, lease.folder / server.log.name)
 

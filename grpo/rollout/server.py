@@ -62,7 +62,9 @@ class VLLMServer:
         self.log = log
         self.grace = grace
         self.process: subprocess.Popen[bytes] | None = None
+        self._program = 0  # the process of the command, below its guard
         self._engines: dict[int, str] = {}
+        self._death: ServerDied | None = None
 
     @property
     def url(self) -> str:
@@ -98,6 +100,7 @@ class VLLMServer:
         self.check()  # whoever answered may be another process: ours ends when it finds its port taken
         assert self.process is not None
         below = {pid: guard.title(pid) for pid in guard.descendants(self.process.pid)}
+        self._program = next(iter(below), 0)
         self._engines = {pid: title for pid, title in below.items() if title.startswith("VLLM::")}
 
     def check(self) -> None:
@@ -106,30 +109,43 @@ class VLLMServer:
         (vLLM's API server notices the death of its engine, and ends 5 s later.)
         """
         assert self.process is not None, f"{self.url} was not launched"
+        if self._death is None and (why := self._gone()):
+            self._death = ServerDied(
+                f"the vLLM server {self.url} died ({why}); the end of {self.log}:\n{tail(self.log)}"
+            )
+        if self._death is not None:  # every open request asks
+            raise self._death
+
+    def _gone(self) -> str | None:
+        assert self.process is not None
         status = self.process.poll()
         gone = [title for pid, title in self._engines.items() if guard.title(pid) != title]
-        if status is None and gone:  # with the whole server, perhaps: its exit status says more
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self.process.wait(1.0)
         if status is None and gone:
-            raise ServerDied(
-                f"the vLLM server {self.url} died (its process {gone[0]} is gone); "
-                f"the end of {self.log}:\n{tail(self.log)}"
-            )
-        if status is not None:
-            how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
-            if status < 0:
-                how = f"its guard was killed by signal {-status}"
-            raise ServerDied(f"the vLLM server {self.url} died ({how}); the end of {self.log}:\n{tail(self.log)}")
+            if guard.title(self._program):
+                return f"its process {gone[0]} is gone"
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the whole server is: its exit status says more
+                status = self.process.wait(1.0)
+        if status is None:
+            return f"its process {gone[0]} is gone" if gone else None
+        if status < 0:
+            return f"its guard was killed by signal {-status}"
+        return f"signal {status - 128}" if status > 128 else f"exit status {status}"
 
-    def stop(self) -> None:
-        """End it: SIGTERM, after `grace` seconds SIGKILL. No process of it is left. May be called at any time."""
-        process, self.process, self._engines = self.process, None, {}
+    def begin_stop(self, *, at_once: bool = False) -> None:
+        """What `stop` begins with."""
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # the guard is gone; closed already
+                if at_once:
+                    self.process.stdin.write(guard.AT_ONCE)
+                self.process.stdin.close()  # the guard reads the end of file
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End it: SIGTERM, after `grace` seconds SIGKILL; `at_once`, or when a process of it is gone, SIGKILL.
+        No process of it is left. May be called at any time."""
+        self.begin_stop(at_once=at_once or self._death is not None)
+        process, self.process, self._engines, self._death = self.process, None, {}, None
         if process is None:
             return
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # the guard reads the end of file
         try:
             process.wait(self.grace + 10.0)
         except subprocess.TimeoutExpired:
@@ -175,14 +191,12 @@ class Servers:
         for server in self.launched:
             server.check()
 
-    def stop(self) -> None:
-        """End the launched servers, all at once; attached ones are left as they are."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the launched servers, all together, `at_once` without a grace; attached ones are left as they are."""
         for server in self.launched:
-            if server.process is not None and server.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    server.process.stdin.close()
+            server.begin_stop(at_once=at_once)
         for server in self.launched:
-            server.stop()
+            server.stop(at_once=at_once)
 
 
 def plan_servers(
