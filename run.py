@@ -333,6 +333,7 @@ def make(
         dtype=model.dtype,
         seed=seed,
         timeout=sync.timeout,
+        suspects=weights.suspects,
     )
     revival = Revival(
         servers=servers,

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo import distributed
 from grpo.budget import Budget, plan_memory
 from grpo.rollout import kept
+from grpo.rollout.heads import check_heads
 from grpo.rollout.server import check_port
 from grpo.settings import Model, Rollout, Sync, Train, fits, type_name
 
@@ -136,6 +137,8 @@ def check(cfg: DictConfig, root: Path) -> Plan:
             "group; use 2 or more"
         )
     device = resolve_device(model.device)
+    if device == "cpu" and not rollout.urls:
+        check_heads(config, path)
     here = distributed.place()
     backend, reason = resolve_sync(sync, rollout, device, here.local_ranks if here else 1)
     distributed.check_plan(

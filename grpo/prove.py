@@ -7,6 +7,7 @@ shapes and dtypes, and the later ones what has drifted since.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from grpo.batch import Sequence
 from grpo.model import Policy
 from grpo.rollout.loader import Loader
-from grpo.sync.verify import verify
+from grpo.sync.verify import LogprobsDiffer, verify
 from grpo.types import Prompt, Sampling
 
 PROBES, PROMPT_TOKENS, PROBE_TOKENS = 8, 24, 2
@@ -25,7 +26,7 @@ class Prover:
     """policy, loader: whose logprobs are compared. urls: every server is asked. temperature: the rollouts' own.
 
     vocab: ids below it are drawn (a head may have more rows than the tokenizer has tokens, which a server refuses).
-    dtype: of the servers; it decides what counts as equal.
+    dtype: of the servers; it decides what counts as equal. suspects: which weights of a server are off, for the error.
     """
 
     policy: Policy
@@ -36,6 +37,7 @@ class Prover:
     dtype: str
     seed: int
     timeout: float
+    suspects: Callable[[str], str] = lambda url: ""
 
     def __call__(self, version: int, urls: list[str] | None = None) -> dict[str, float]:
         """Asks these servers; all, if none are named. Raises SyncNotProven; else
@@ -58,7 +60,10 @@ class Prover:
                 ours += logprobs_N.tolist()
                 theirs += mb.sampler_logprobs_N.tolist()
             versions = [v for g in groups for c in g.completions for v in c.versions]
-            verify(ours=ours, theirs=theirs, versions=versions, version=version, dtype=self.dtype, url=url)
+            try:
+                verify(ours=ours, theirs=theirs, versions=versions, version=version, dtype=self.dtype, url=url)
+            except LogprobsDiffer as error:
+                raise LogprobsDiffer(f"{error}. {self.suspects(url)}") from None
             differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
             worst, total, count = max(worst, *differences), total + sum(differences), count + len(differences)
         return {"sync/probe_max": worst, "sync/probe_mean": total / count}

@@ -12,6 +12,9 @@ from typing import Any
 from fake_engine import Engine, Running
 from fake_faults import Answer, Call
 from fake_refusals import Reply, error, invalid, refusal
+from safetensors.torch import load_file
+
+from grpo.sync.compare import compare_weights
 
 ROUTES = {
     "health": "GET /health",
@@ -120,6 +123,10 @@ class VLLM:
             return invalid("body.update_info", "Field required")
         if not self.engine.session_open:
             return worker_error("start_weight_update must be called before update_weights.")
+        if call.body["update_info"].get("compare"):
+            self.engine.session_open = False
+            found = compare_weights(self.engine.model, load_file(call.body["update_info"]["path"]))
+            return worker_error(str(found))
         if apply != "nothing":
             try:
                 self.engine.load(call.body["update_info"]["path"], all_but_head=apply == "all_but_head")

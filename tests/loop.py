@@ -136,7 +136,7 @@ def loop(
             folder=folder,
         )
         stack.callback(weights.close)
-        prove = Prover(policy, loader, urls, policy.vocab_size, temperature, "float32", seed, timeout)
+        prove = Prover(policy, loader, urls, policy.vocab_size, temperature, "float32", seed, timeout, weights.suspects)
         revival = Revival(
             servers=servers or Servers([], urls),
             client=client,

@@ -4,12 +4,8 @@ Sampled tokens differ (other random numbers), so tokens are compared for greedy 
 logprobs of the most likely tokens. Messages of refusals are compared by status, type and field only.
 """
 
-import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +19,7 @@ from plain_http import NEUTRAL, PROMPT, call
 from safetensors.torch import load_file, save_file
 from tiny import other_weights
 
+from grpo.rollout.server import VLLMServer, free_ports
 from grpo.sync.engine import BACKEND
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -54,10 +51,8 @@ REFUSED: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def real(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a real vLLM server around the same model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """URL of a real vLLM server around the same model, below a guard: it does not outlive a pytest that is killed."""
+    (port,) = free_ports("127.0.0.1", 1)
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
@@ -73,24 +68,13 @@ def real(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     command += "--logprobs-mode processed_logprobs --generation-config vllm "
     command += f"--weight-transfer-config {json.dumps({'backend': BACKEND}, separators=(',', ':'))}"
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command.split(), env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
+    server = VLLMServer(command.split(), host="127.0.0.1", port=port, environment=environment, log=log)
+    server.launch()
     try:
-        deadline = time.monotonic() + 240
-        while True:
-            with contextlib.suppress(OSError):
-                if call(url, "/health", method="GET")[0] == 200:
-                    break
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield url
+        server.wait_ready(240)
+        yield server.url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=60)
+        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ The servers are shared (real_servers.py), so each test begins with a sync of its
 """
 
 import contextlib
+import re
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -120,6 +121,24 @@ def test_server_computes_with_the_weights_that_were_sent(rig: Rig) -> None:
         assert timings.bytes == sum(w.numel() * 4 for w in rig.trained.weights.values())
         assert 0 < timings.paused_s <= timings.total_s
     assert [f.name for f in rig.sync.folder.iterdir()] == ["lock"]
+
+
+def test_the_tensor_that_a_server_has_not_is_named(rig: Rig) -> None:
+    """Law 8: each kind of layer, packed ones by their part; asking changes nothing."""
+    ours = rig.trained.draw(14)
+    rig.sync.sync(0)
+    (url,) = [control.url for control in rig.sync.controls]
+    assert re.search(rf" {len(ours)} of {len(ours)} tensors, none is off", rig.sync.suspects(url))
+    for part in ("layers.1.self_attn.k_proj", "layers.0.mlp.up_proj", "mlp.down_proj", "layernorm", "embed_tokens"):
+        name = next(name for name in ours if part in name)
+        parameter = rig.trained.model.get_parameter(name)
+        with torch.no_grad():
+            parameter[-1] += 0.1
+        assert rig.sync.suspects(url).endswith(f" 1 off: {name}")
+        with torch.no_grad():
+            parameter[-1] -= 0.1
+    assert rig.version() == "0"
+    assert rig.worst() < 1e-4
 
 
 def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_version(rig: Rig) -> None:

@@ -33,7 +33,7 @@ BACKOFF_FIRST, BACKOFF_MOST = 0.2, 10.0  # seconds; doubled after each try, with
 # uvicorn closes an idle socket after 5 s; one that we believe open is a dropped request.
 KEEPALIVE = 3.0
 RETRIED_STATUSES = (408, 425, 429)  # besides 5xx
-BODY_SHOWN = 300  # characters of an error's body that go into a message
+BODY_SHOWN = 800  # characters of an error's body that go into a message
 RETRIES_SHOWN_EVERY = 30.0  # seconds between two lines of the log about requests that are sent again
 
 
@@ -115,6 +115,7 @@ class Client:
                 url + path,
                 json=body,
                 params=params,
+                allow_redirects=False,  # else a POST would go, prompt and all, to whom the answer names
                 timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT),
             ) as response:
                 if response.status >= 300:
@@ -125,7 +126,8 @@ class Client:
                         raise TransientError(message)
                     if response.status >= 400:
                         raise RequestRefused(message)
-                    raise ServerError(message)
+                    where = f"{message} (to {response.headers.get('Location')}; redirects are not followed"
+                    raise ServerError(f"{where}: rollout.urls name the server itself)")
                 answer = bytearray()
                 async for chunk in response.content.iter_any():
                     answer += chunk

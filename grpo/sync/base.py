@@ -129,6 +129,10 @@ class WeightSync:
     def cleanup(self, version: int) -> None:
         """After every server has confirmed."""
 
+    def suspects(self, url: str) -> str:
+        """After a proof that failed: which tensors of this server are not the policy's, in words. Changes nothing."""
+        return f"Which tensors are off cannot be told with sync={self.backend}; sync=disk can, on a server of its own"
+
     def reattach(self) -> None:
         """A server has been restarted: the next sync begins with the handshake."""
         self._attached = False

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -17,8 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.rollout.errors import ServerError
 from grpo.sync.base import CLEANUP_TIMEOUT, Control, WeightSync
-from grpo.sync.engine import BACKEND
+from grpo.sync.engine import BACKEND, COMPARED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "grpo-weights-", "lock"
 RESERVE = 64 << 20  # bytes that stay free besides the file
+LOOKED_AT = -1  # the "version" of a file that is only looked at
 NEWBORN = 60.0  # seconds in which a folder may have no lock yet
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -74,6 +77,23 @@ class DiskSync(WeightSync):
     def abandon(self, control: Control) -> None:
         # Our engine finishes no update that brought nothing; an update that it refuses closes it.
         control.post("/update_weights", json={"update_info": {}}, timeout=CLEANUP_TIMEOUT)
+
+    def suspects(self, url: str) -> str:
+        """The engine compares its model with a file of the policy's weights."""
+        control = next(c for c in self._known if c.url == url)
+        update = {"update_info": {"path": str(self._file(LOOKED_AT)), "compare": True}}
+        try:
+            self.prepare(LOOKED_AT)
+            self.start(control)
+            control.post("/update_weights", json=update, timeout=self.timeout)  # answers by refusing, which closes it
+            answer = "nothing"
+        except (ServerError, OSError) as error:
+            answer = str(error)
+        finally:
+            self._file(LOOKED_AT).unlink(missing_ok=True)
+        if found := re.search(COMPARED + "[^'\"]*", answer):
+            return f"The server's weights {found.group()}"
+        return f"Its weights could not be compared: {answer}"
 
     def cleanup(self, version: int) -> None:
         self._file(version).unlink()

@@ -24,6 +24,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from grpo.sync.compare import compare_weights
+
 Shapes = dict[str, list[int]]
 SHOWN = 5  # names in an error
 
@@ -37,9 +39,13 @@ class DiskInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """One file with every tensor, names as transformers' state_dict has them, a tied head left out."""
+    """One file with every tensor, names as transformers' state_dict has them, a tied head left out.
+
+    compare: load nothing; say which of the tensors the model has not, as an error: an update has no other answer.
+    """
 
     path: str
+    compare: bool = False
 
 
 class DiskWeightTransferEngine(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
@@ -81,6 +87,11 @@ class DiskWeightTransferEngine(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo
         with file as tensors:
             sent = {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
             compare(sent, self.shapes, what=path)
+            if update_info.compare:
+                dtype = self.model_config.dtype
+                weights = {name: tensors.get_tensor(name).to(dtype) for name in sent}
+                with torch.no_grad():
+                    raise ValueError(str(compare_weights(self.model, weights)))
             initialize_layerwise_reload(self.model)
             try:
                 with disable_mtp_completeness_check():

@@ -9,6 +9,7 @@ import contextlib
 from grpo.rollout.guard import die_with_parents
 
 BACKEND = "grpo_disk"
+COMPARED = "compared with those of the trainer: "  # before what `grpo.sync.compare` found, up to a quotation mark
 
 
 def register() -> None:

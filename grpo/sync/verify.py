@@ -10,6 +10,10 @@ class SyncNotProven(RuntimeError):  # noqa: N818
     """A server's answers are not those of the trainer's weights."""
 
 
+class LogprobsDiffer(SyncNotProven):
+    """With the right version and other logprobs: some weights are off."""
+
+
 def verify(*, ours: list[float], theirs: list[float], versions: list[int], version: int, dtype: str, url: str) -> None:
     """Compare the logprobs (nats) of sampled probe tokens. Raises SyncNotProven, saying what is off and why it may be.
 
@@ -24,7 +28,7 @@ def verify(*, ours: list[float], theirs: list[float], versions: list[int], versi
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     worst, mean = max(differences), sum(differences) / len(differences)
     if not (worst <= MOST[dtype] and mean <= MEAN[dtype]):  # NaN is not <= anything
-        raise SyncNotProven(
+        raise LogprobsDiffer(
             f"{url}: after the sync of version {version} the server's logprobs are not the trainer's: |difference| of "
             f"{len(differences)} probe tokens is {mean:.2g} on average and {worst:.2g} at most (nats), allowed are "
             f"{MEAN[dtype]:g} and {MOST[dtype]:g} in {dtype}. All calls answered 200. Usual reasons: weights that were "
