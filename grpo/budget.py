@@ -2,8 +2,10 @@
 
 Bytes a parameter: the compute dtype's 2 (bfloat16) or 4 (float32), 4 for the gradient's float32 sums, and for AdamW
 12 (masters and moments in float32; 8 with bfloat16 moments; 8 where the parameters are the float32 masters). They are
-exact. Activations are an estimate for decoder layers with gated MLPs (Llama, Qwen), per token and layer, in elements of
-2 bytes, with hidden size D, MLP size I, query, key and value widths q, k, v:
+exact on one GPU. Over several each has its share of them, the compute dtype's only in what FSDP2 gathers at a time:
+embedding and head from the forward to the backward pass, and two layers, with their gradients. Activations are an
+estimate for decoder layers with gated MLPs (Llama, Qwen), per token and layer, in elements of 2 bytes, with hidden size
+D, MLP size I, query, key and value widths q, k, v:
 
 | checkpointing | kept of each layer |
 | --- | --- |
@@ -39,10 +41,18 @@ class Shape:
     tied: bool
 
     @property
+    def layer(self) -> int:
+        """Parameters of one. Matrices only; norms and biases are less than a thousandth."""
+        return self.hidden * (self.width + self.queries + 3 * self.mlp)
+
+    @property
+    def outside(self) -> int:
+        """Embedding and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
-        """Matrices only; norms and biases are less than a thousandth."""
-        layer = self.hidden * (self.width + self.queries + 3 * self.mlp)
-        return self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.layer + self.outside
 
 
 def shape_of(config: dict[str, Any]) -> Shape | None:
@@ -114,10 +124,12 @@ def budget(
     shape: Shape, model: Model, *, microbatch: int, reference: bool, server_share: float, card: float, ranks: int = 1
 ) -> Budget:
     """microbatch: tokens of one forward pass. server_share: of the card's memory, 0 if it is elsewhere. card: GB.
-    ranks: GPUs that share parameters, gradients and optimizer among them."""
+    ranks: GPUs that share parameters, gradients and optimizer among them (`grpo.sharded`)."""
     size = 4 if model.dtype == "float32" else 2
     state = 8 if model.dtype == "float32" or model.optimizer == "adamw_bf16" else 12
     parameters = shape.parameters / 1e9 / ranks
+    gathered = (shape.outside + 2 * shape.layer) / 1e9 if ranks > 1 else 0.0
+    kept_too = ranks == 1 or model.dtype == "float32"  # a bfloat16 model's shards are the optimizer's masters
     kept = {
         "none": 3 * shape.mlp + 2 * shape.width + shape.queries + 4 * shape.hidden,
         "selective": shape.width + shape.queries + 3 * shape.hidden,
@@ -125,8 +137,8 @@ def budget(
     }
     elements = shape.layers * kept[model.checkpointing] + (kept["none"] if model.checkpointing == "full" else 0)
     return Budget(
-        weights=parameters * size,
-        gradients=parameters * 4,
+        weights=(parameters * size if kept_too else 0.0) + gathered * size,
+        gradients=parameters * 4 + gathered * size,
         optimizer=parameters * state,
         reference=parameters * size if reference else 0.0,
         activations=microbatch * elements * size / 1e9 + HEAD_GB,

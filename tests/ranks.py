@@ -52,3 +52,4 @@ def team_of(ranks: int) -> Iterator[tuple[Team, list["subprocess.Popen[bytes]"]]
         finally:
             for follower in followers:
                 follower.kill()
+                follower.wait()

@@ -93,6 +93,14 @@ def test_ranks_share_the_state_but_not_the_activations() -> None:
     one, four = plan(), plan(ranks=4)
     assert four.optimizer == pytest.approx(one.optimizer / 4)
     assert four.activations == one.activations
+    # Qwen3-4B's layer has 100.9 M parameters, its tied embedding 389 M: gathered in bfloat16, besides the shards.
+    assert four.weights == pytest.approx(2 * (0.3890 + 2 * 0.1009), abs=0.001)
+    assert four.gradients == pytest.approx(one.gradients / 4 + four.weights)
+    shape = shape_of(QWEN3_4B)
+    assert shape is not None
+    model = replace(MODEL, dtype="float32")
+    wide = budget(shape, model, microbatch=1, reference=False, server_share=0.0, card=H200, ranks=4)
+    assert wide.weights == pytest.approx(4 * shape.parameters / 4e9 + 2 * four.weights)  # masters and weights are one
 
 
 def test_what_cannot_fit_is_refused_and_what_may_not_is_said() -> None:

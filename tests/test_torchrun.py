@@ -78,6 +78,16 @@ def test_a_rank_that_is_killed_ends_the_run_with_the_reason(
     assert status["error"]["message"].startswith("rank 1 of 2 failed: it ended without a word")
 
 
+def test_rank_0_killed_leaves_nobody(server: FakeServer, tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path / "run", *small(server), "train.steps=100000", "train.eval_every=0", ranks=2)
+    runs.append(run)
+    run.until_steps(1)
+    (first,) = [pid for pid in run.below("run.py") if environment(pid).get("RANK") == "0"]
+    os.kill(first, signal.SIGKILL)
+    assert run.end(END) != 0
+    assert run.survivors() == []
+
+
 def test_a_signal_to_all_ranks_ends_the_run_in_order(server: FakeServer, tmp_path: Path, runs: list[Run]) -> None:
     """As a scheduler sends it: to torchrun, which hands it on, and to every process besides."""
     run = Run(tmp_path / "run", *small(server), "train.steps=100000", "train.eval_every=0", ranks=2)
