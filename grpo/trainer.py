@@ -231,6 +231,7 @@ class Trainer:
             "throughput/trained_tokens_per_s": trained / step_s,
             "sampler/open_requests_mean": activity.open_s / wall_s,
             "sampler/idle_fraction": max(0.0, 1.0 - activity.busy_s / wall_s),
+            "sampler/loop_lag_s": activity.loop_lag_s,
             "sampler/invalid_answers": activity.invalid,
             "sampler/retries": self.loader.client.retried,
             "memory/peak_gb": peak_gb(self.step_fn.policy.device),

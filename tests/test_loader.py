@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from fake_server import FakeServer
 
 from grpo.ledger import Ledger
 from grpo.rollout import client as client_module
+from grpo.rollout.activity import Meter
 from grpo.rollout.admission import Admission
 from grpo.rollout.client import Client
 from grpo.rollout.errors import InvalidAnswer, ServersLost
@@ -19,6 +21,7 @@ from grpo.rollout.loader import INVALID_IN_A_ROW, Loader, StreamEnded
 from grpo.types import Completion, Group, Prompt, Sampling
 
 GROUP = 2
+PATIENCE = 60.0  # seconds; a test that needs them has failed, or the machine is busy
 
 
 class Numbered:
@@ -49,7 +52,7 @@ def label(server: FakeServer, loader: Loader, version: int) -> None:
     """What a weight sync leaves behind on the server, without weights."""
 
     async def go() -> None:
-        await loader.client.call(server.url, "POST", "/start_weight_update", timeout=10)
+        await loader.client.call(server.url, "POST", "/start_weight_update", timeout=PATIENCE)
         await loader.client.call(
             server.url, "POST", "/finish_weight_update", body={"weight_version": str(version)}, timeout=10
         )
@@ -123,8 +126,8 @@ def test_groups_come_in_stream_order_however_they_finish(server: FakeServer) -> 
         with pytest.raises(TimeoutError, match="next in order is group 0"):
             loader.next_groups(2, timeout=0.2)
         server.release()
-        assert indices(loader.next_groups(2, timeout=10)) == [0, 1]
-        assert indices(loader.next_groups(2, timeout=10)) == [2, 3]
+        assert indices(loader.next_groups(2, timeout=PATIENCE)) == [0, 1]
+        assert indices(loader.next_groups(2, timeout=PATIENCE)) == [2, 3]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
@@ -133,7 +136,7 @@ def test_no_more_groups_start_than_the_version_allows(server: FakeServer, stalen
         for version in range(4):
             allowed = (version + 1 + staleness) * 2 * GROUP
             server.wait_for(lambda s, n=allowed: len(s.requests()) == n and s.open_now == 0)
-            loader.next_groups(2, timeout=10)
+            loader.next_groups(2, timeout=PATIENCE)
             assert len(server.requests()) == allowed, "consuming alone must admit nothing"
             label(server, loader, version + 1)
             loader.publish(version + 1)
@@ -144,7 +147,7 @@ def test_a_slow_sampler_and_a_fast_trainer_keep_the_bound(server: FakeServer) ->
         with running(server, staleness=staleness) as loader:
             lags = []
             for version in range(6):
-                groups = loader.next_groups(2, timeout=10)
+                groups = loader.next_groups(2, timeout=PATIENCE)
                 lags += [version - c.version_first for g in groups for c in g.completions]
                 label(server, loader, version + 1)
                 loader.publish(version + 1)
@@ -154,7 +157,7 @@ def test_a_slow_sampler_and_a_fast_trainer_keep_the_bound(server: FakeServer) ->
 
 def test_a_resumed_stream_keeps_the_bound_at_a_high_version(server: FakeServer) -> None:
     with running(server, staleness=1, version=50, start_group=105, places=100) as loader:
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         assert indices(groups) == [105, 106]
         assert {v for g in groups for c in g.completions for v in c.versions} == {50}
         server.wait_for(lambda s: s.open_now == 0 and len(s.requests()) == 4 * GROUP)
@@ -165,7 +168,7 @@ def test_a_discarded_group_comes_along_and_another_prompt_takes_its_place(server
         return "zero_variance:other" if group.index in (0, 2) else None
 
     with running(server, staleness=0, judge=judge) as loader:
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         assert indices(groups) == [0, 1, 2, 3]
         assert [g.discarded for g in groups] == ["zero_variance:other", None, "zero_variance:other", None]
         assert len(server.requests()) == 4 * GROUP
@@ -183,7 +186,7 @@ def test_the_ledger_balances_at_every_moment(server: FakeServer) -> None:
             held, totals = loader.balance()
             assert held == totals["in_flight"]
         server.release()
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         settle(loader, groups)
         server.wait_for(lambda s: s.open_now == 0)
         held, totals = loader.balance()
@@ -193,10 +196,10 @@ def test_the_ledger_balances_at_every_moment(server: FakeServer) -> None:
 
 def test_the_stream_ends_with_a_short_batch_then_stops(server: FakeServer) -> None:
     with running(server, size=3, per_step=2, staleness=4) as loader:
-        assert indices(loader.next_groups(2, timeout=10)) == [0, 1]
-        assert indices(loader.next_groups(2, timeout=10)) == [2]
+        assert indices(loader.next_groups(2, timeout=PATIENCE)) == [0, 1]
+        assert indices(loader.next_groups(2, timeout=PATIENCE)) == [2]
         with pytest.raises(StreamEnded):
-            loader.next_groups(2, timeout=10)
+            loader.next_groups(2, timeout=PATIENCE)
 
 
 def test_a_refused_prompt_is_left_out_and_counted_and_not_sent_again(server: FakeServer) -> None:
@@ -204,7 +207,7 @@ def test_a_refused_prompt_is_left_out_and_counted_and_not_sent_again(server: Fak
     assert refused is not None
     server.add_fault(Fault("generate", status=400, when=lambda call: call.body["token_ids"] == refused.token_ids))
     with running(server, staleness=0) as loader:
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         assert indices(groups) == [0, 1, 2]
         assert groups[1].discarded == "refused"
         assert sum(c.body["token_ids"] == refused.token_ids for c in server.requests()) == GROUP
@@ -213,7 +216,7 @@ def test_a_refused_prompt_is_left_out_and_counted_and_not_sent_again(server: Fak
 def test_an_unusable_answer_is_discarded_by_reason_and_its_siblings_stay(server: FakeServer) -> None:
     server.add_fault(Fault("generate", edit=missing("logprobs"), times=1))
     with running(server, staleness=0) as loader:
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         assert sorted(len(g.completions) for g in groups) == [1, 2]
         assert loader.ledger.accounts()["discarded:invalid:logprobs:missing"] > 0
         settle(loader, groups)
@@ -227,13 +230,13 @@ def test_unusable_answers_in_a_row_stop_the_run_and_name_the_field(server: FakeS
         running(server, staleness=4) as loader,
         pytest.raises(InvalidAnswer, match=rf"{INVALID_IN_A_ROW}.*weight_vers"),
     ):
-        loader.next_groups(2, timeout=10)
+        loader.next_groups(2, timeout=PATIENCE)
 
 
 def test_an_aborted_generation_is_sampled_again_and_trained_once(server: FakeServer) -> None:
     server.add_fault(Fault("generate", edit=finish("abort"), times=3))
     with running(server, staleness=0) as loader:
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         assert [len(g.completions) for g in groups] == [GROUP, GROUP]
         assert {c.finish_reason for g in groups for c in g.completions} <= {"stop", "length"}
         assert loader.client.retried == 3
@@ -241,11 +244,11 @@ def test_an_aborted_generation_is_sampled_again_and_trained_once(server: FakeSer
 
 def test_a_server_that_stays_down_ends_the_wait_with_its_address(server: FakeServer) -> None:
     with running(server, staleness=0) as loader:
-        loader.next_groups(2, timeout=10)
+        loader.next_groups(2, timeout=PATIENCE)
         server.die()
         loader.publish(1)
         with pytest.raises(ServersLost, match=str(server.port)):
-            loader.next_groups(2, timeout=10)
+            loader.next_groups(2, timeout=PATIENCE)
 
 
 class Failing:
@@ -260,7 +263,7 @@ class Failing:
 def test_an_exception_in_a_reward_reaches_the_trainer_with_its_own_traceback(server: FakeServer) -> None:
     with running(server, scorer=Failing()) as loader:
         with pytest.raises(RuntimeError, match="the verifier broke") as caught:
-            loader.next_groups(2, timeout=10)
+            loader.next_groups(2, timeout=PATIENCE)
         assert any(entry.name == "score" for entry in caught.traceback)
 
 
@@ -276,8 +279,24 @@ class FirstFails:
 def test_the_end_leaves_no_task_behind_in_the_loop(server: FakeServer) -> None:
     """A group that failed no longer waits for its other completions; the loop's end has to."""
     with running(server, scorer=FirstFails()) as loader, pytest.raises(RuntimeError, match="the verifier broke"):
-        loader.next_groups(2, timeout=10)
+        loader.next_groups(2, timeout=PATIENCE)
     assert asyncio.all_tasks(loader._loop) == set()
+
+
+def test_an_account_of_lateness_is_the_longest_and_begins_anew() -> None:
+    meter = Meter()
+    for seconds in (0.1, 2.0, 0.3):
+        meter.late(seconds)
+    assert [meter.take().loop_lag_s, meter.take().loop_lag_s] == [2.0, 0.0]
+
+
+def test_the_account_tells_that_the_event_loop_was_held_up(server: FakeServer) -> None:
+    with running(server, staleness=0) as loader:
+        loader.next_groups(2, timeout=PATIENCE)
+        loader.take_activity()
+        loader._loop.call_soon_threadsafe(time.sleep, 0.4)
+        loader.run(asyncio.sleep(0.1), timeout=PATIENCE)
+        assert loader.take_activity().loop_lag_s > 0.3
 
 
 @pytest.mark.parametrize("where", ["source", "judge", "watch", "decode"])
@@ -292,12 +311,12 @@ def test_an_exception_anywhere_in_the_loop_reaches_the_trainer(server: FakeServe
         if where == "decode":
             loader.decode = broken
         loader.publish(2)
-        loader.next_groups(50, timeout=10)
+        loader.next_groups(50, timeout=PATIENCE)
 
 
 def test_a_failure_ends_a_wait_for_a_coroutine_too(server: FakeServer) -> None:
     with running(server, staleness=0) as loader:
-        loader.next_groups(2, timeout=10)
+        loader.next_groups(2, timeout=PATIENCE)
         server.die()
         loader.publish(1)
         with pytest.raises(ServersLost):
@@ -323,7 +342,7 @@ def test_completions_of_one_prompt_have_seeds_of_their_own_that_repeat_with_the_
     def seeds() -> list[int]:
         seen = len(server.requests())
         with running(server, staleness=0) as loader:
-            loader.next_groups(2, timeout=10)
+            loader.next_groups(2, timeout=PATIENCE)
         calls = sorted(server.requests()[seen:], key=lambda call: call.body["request_id"])
         return [call.body["sampling_params"]["seed"] for call in calls]
 
@@ -334,11 +353,11 @@ def test_completions_of_one_prompt_have_seeds_of_their_own_that_repeat_with_the_
 
 def test_what_is_sampled_for_evaluation_never_enters_the_stream_or_the_ledger(server: FakeServer) -> None:
     with running(server, staleness=0) as loader:
-        groups = loader.next_groups(2, timeout=10)
+        groups = loader.next_groups(2, timeout=PATIENCE)
         settle(loader, groups)
         before = loader.ledger.totals()
         prompts = [p for i in range(3) if (p := loader.source.prompt(i)) is not None]
-        answers = loader.sample(prompts, Sampling(1.0, 4, None, (), (1,)), 2, timeout=10)
+        answers = loader.sample(prompts, Sampling(1.0, 4, None, (), (1,)), 2, timeout=PATIENCE)
         assert [len(g.completions) for g in answers] == [2, 2, 2]
         assert all(c.reward == len(c.token_ids) for g in answers for c in g.completions)
         assert loader.ledger.totals() == before
@@ -360,7 +379,7 @@ def test_activity_counts_open_requests_over_time(server: FakeServer) -> None:
         server.wait_for(lambda s: s.open_now == 2 * GROUP)
         loader.take_activity()
         server.release()
-        loader.next_groups(2, timeout=10)
+        loader.next_groups(2, timeout=PATIENCE)
         activity = loader.take_activity()
         assert activity.requests == 2 * GROUP
         assert 0 < activity.busy_s <= activity.open_s

@@ -1,4 +1,4 @@
-"""How busy the servers were: open requests over time."""
+"""How busy the servers were: open requests over time. And whether the event loop that serves them kept up."""
 
 import time
 from dataclasses import dataclass
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Activity:
-    """Of some stretch of time. busy_s: seconds with at least one open request. open_s: integral of open requests."""
+    """Of some stretch of time. busy_s: seconds with at least one open request. open_s: integral of open requests.
+    loop_lag_s: the longest that the event loop was late; by so much an answer may have been read too late."""
 
     requests: int = 0
     invalid: int = 0
     busy_s: float = 0.0
     open_s: float = 0.0
+    loop_lag_s: float = 0.0
 
 
 class Meter:
@@ -34,6 +36,10 @@ class Meter:
     def invalid(self) -> None:
         """An answer that cannot be used."""
         self._activity.invalid += 1
+
+    def late(self, seconds: float) -> None:
+        """The event loop came back from a sleep so much later than it was to."""
+        self._activity.loop_lag_s = max(self._activity.loop_lag_s, seconds)
 
     def take(self) -> Activity:
         """What happened since the last call."""

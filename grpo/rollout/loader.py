@@ -32,6 +32,7 @@ from grpo.types import Completion, Group, Prompt, PromptSource, Sampling
 T = TypeVar("T")
 
 WATCH_EVERY = 0.5  # seconds between looks at the servers' processes
+TICK = 0.05  # seconds of the sleeps that tell whether the event loop keeps up
 LOOK_EVERY = 0.5  # seconds between a waiting trainer's looks for a signal
 INVALID_IN_A_ROW = 8  # unusable answers in a row that stop the run: the server is set up wrongly
 
@@ -262,7 +263,7 @@ class Loader:
 
     async def _main(self) -> None:
         async with self.client:
-            self._tasks.add(asyncio.create_task(self._watch()))
+            self._tasks |= {asyncio.create_task(self._watch()), asyncio.create_task(self._tick())}
             self._started.set()
             try:
                 while not self._closing:
@@ -398,6 +399,13 @@ class Loader:
             raise
         except BaseException as error:
             self._fail(error)
+
+    async def _tick(self) -> None:
+        while True:
+            due = self._loop.time() + TICK
+            await asyncio.sleep(TICK)
+            with self._lock:
+                self._meter.late(self._loop.time() - due)
 
     def _publish(self, version: int) -> None:
         self.admission.advance(version)
