@@ -1,17 +1,20 @@
-"""The client before servers that no vLLM is: one that redirects, one whose error never ends."""
+"""The client before servers that no vLLM is, one that redirects, one whose error never ends; and how often it tries."""
 
 import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_faults import Fault
 from fake_server import FakeServer
 
+from grpo.rollout import client as client_module
 from grpo.rollout.client import Client
-from grpo.rollout.errors import ServerError, TransientError
+from grpo.rollout.errors import ServerError, ServersLost, TransientError
 from grpo.types import Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6, seed=11, stop_token_ids=(1,))
@@ -72,3 +75,62 @@ def test_an_error_whose_body_never_ends_is_shown_and_its_connection_closed() -> 
 
     with serving(Endless) as url:
         asyncio.run(ask(url))
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the client waited between its tries; nobody waits."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(client_module, "asyncio", SimpleNamespace(sleep=sleep))
+    return waits
+
+
+def tried(server: FakeServer, times: int, retries: int, gone: int = 0) -> Client:
+    """One request to a server that fails so often. gone: how many failures are a death; it is back at once."""
+
+    async def go() -> Client:
+        async with Client([server.url], vocab_size=57, retries=retries) as client:
+            for call, body in (("start", {}), ("finish", {"weight_version": "0"})):
+                await client.call(server.url, "POST", f"/{call}_weight_update", body=body, timeout=30)
+            deaths = iter(["died"] * gone)
+
+            async def look(url: str, patient: bool) -> str | None:
+                if (why := next(deaths, None)) is not None:
+                    asyncio.get_running_loop().call_soon(client.roster.readmit, url)
+                return why
+
+            client.gone = look if gone else None
+            server.add_fault(Fault("generate", status=503, times=times))
+            try:
+                await client.generate([3, 4], SAMPLING, request_id="r")
+            finally:
+                assert client.roster.member(server.url).open == 0
+            return client
+
+    return asyncio.run(go())
+
+
+def test_as_many_retries_as_are_allowed_and_no_more(server: FakeServer, slept: list[float]) -> None:
+    assert tried(server, 2, retries=2).roster.members[0].failures == 0, "an answer clears the count"
+    assert len(server.requests()) == 3
+    with pytest.raises(ServersLost, match="given up after 3 tries"):
+        tried(server, 3, retries=2)
+    assert len(server.requests()) == 6
+
+
+def test_a_death_costs_no_try(server: FakeServer, slept: list[float]) -> None:
+    tried(server, 4, retries=2, gone=2)
+    assert len(server.requests()) == 5
+
+
+def test_waits_double_with_jitter_up_to_a_bound(server: FakeServer, slept: list[float]) -> None:
+    tried(server, 9, retries=9)
+    first, most = client_module.BACKOFF_FIRST, client_module.BACKOFF_MOST
+    factors = [wait / min(first * 2**n, most) for n, wait in enumerate(slept)]
+    assert len(factors) == 9
+    assert all(0.5 <= factor <= 1.5 for factor in factors)
+    assert max(factors) - min(factors) > 0.1, "no two clients in step"

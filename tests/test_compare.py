@@ -107,7 +107,8 @@ def test_a_proof_that_fails_names_the_tensors(tiny_dir: Path, tmp_path: Path, ap
             trainer.run()
         assert not server.engine.session_open
         assert server.engine.version == str(trainer.version)
-    assert list(tmp_path.glob("grpo-weights-*/*.safetensors")) == []
+        left = [path.name for path in tmp_path.glob("grpo-weights-*/*.safetensors")]
+        assert left == [], "the file that was compared is still there"
 
 
 def test_a_server_that_cannot_be_asked_leaves_the_proof_its_reason(tiny_dir: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A signal within a wait: an evaluation is given up, a sync that is under way is finished, then the run ends."""
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ from loop import loop
 
 from grpo.evaluate import Evaluator
 from grpo.rollout import loader as loader_module
-from grpo.signals import Interrupted
+from grpo.signals import Interrupted, Signals
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 
@@ -73,3 +74,31 @@ def test_a_signal_within_a_sync_waits_for_its_end_and_a_checkpoint_of_the_step_f
         assert not server.engine.session_open
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000001"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_signal_strikes_at_once_while_the_run_starts_and_waits_for_the_step_while_it_trains() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals, pytest.raises(Interrupted):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.received == signal.SIGTERM
+    with Signals() as signals:
+        signals.deferred = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted) as ending:
+            signals.check()
+    assert ending.value.signum == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(signum: signal.Signals) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with Signals() as signals:
+                signals.deferred = True
+                os.kill(os.getpid(), signum)
+                os.kill(os.getpid(), signum)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum

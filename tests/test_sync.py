@@ -147,6 +147,25 @@ def test_a_dead_server_is_named_and_the_others_resume(two: list[FakeServer], mad
     assert two[0].engine.paused is None
 
 
+def test_caches_of_old_weights_that_cannot_be_dropped_are_an_error(server: FakeServer, made: Made) -> None:
+    sync = made(server)
+    sync.sync(0)
+    server.engine.reset_prefix_cache = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match=r"reset_prefix_cache.*'success': False.*of no version"):
+        sync.sync(1)
+
+
+def test_another_set_of_servers_begins_with_the_handshake(two: list[FakeServer], made: Made) -> None:
+    sync = made(*two)
+    sync.sync(0)
+    sync.use([server.url for server in two])  # the same
+    sync.sync(1)
+    sync.use([two[0].url])
+    sync.sync(2)
+    assert [server.calls.count("init_weight_transfer_engine") for server in two] == [2, 1]
+    assert [server.engine.version for server in two] == ["2", "1"]
+
+
 def test_all_servers_failing_are_named(two: list[FakeServer], made: Made) -> None:
     sync = made(*two)
     for server in two:

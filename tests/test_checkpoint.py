@@ -1,0 +1,99 @@
+"""Checkpoints: whole or not there, the newest kept, the random numbers as they were, nothing but data unpickled."""
+
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo import checkpoint
+from grpo.checkpoint import Checkpoints, Progress
+from grpo.model import Policy
+from grpo.optimizer import Optimizer
+
+Parts = tuple[Policy, Optimizer]
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_dir: Path) -> Parts:
+    policy = Policy(tiny_dir)
+    return policy, Optimizer(policy.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+
+def at(step: int) -> Progress:
+    return Progress(step, step, 2 * step, 2 * step, {})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [2, 3]), (0, [1, 2, 3])])
+def test_the_newest_are_kept(parts: Parts, tmp_path: Path, keep: int, left: list[int]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=keep, config={})
+    for step in (1, 2, 3):
+        checkpoints.save(*parts, at(step))
+    assert names(tmp_path) == ["latest", *(f"step_{step:06d}" for step in left)]
+    assert (tmp_path / "latest").read_text() == "step_000003\n"
+    assert checkpoints.written == 3
+
+
+def test_one_that_is_there_stays_as_it_is(parts: Parts, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=0, config={})
+    assert checkpoints.save(*parts, at(1))["checkpoint/bytes"] > 0
+    before = (tmp_path / "step_000001" / "trainer.pt").stat()
+    assert checkpoints.save(*parts, at(1)) == {}
+    assert (tmp_path / "step_000001" / "trainer.pt").stat() == before
+
+
+def test_what_a_killed_run_was_writing_is_removed(parts: Parts, tmp_path: Path) -> None:
+    (tmp_path / ".step_000007.tmp").mkdir()
+    (tmp_path / ".step_000007.tmp" / "half").touch()
+    Checkpoints(tmp_path, keep=0, config={}).save(*parts, at(1))
+    assert names(tmp_path) == ["latest", "step_000001"]
+
+
+def test_every_file_is_on_the_disk_before_the_name_is(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+
+    def note(path: Path) -> None:
+        assert (tmp_path / "step_000001").exists() == (path == tmp_path)
+        flushed.append(path)
+
+    monkeypatch.setattr(checkpoint, "flush", note)
+    Checkpoints(tmp_path, keep=0, config={}).save(*parts, at(1))
+    files = sorted(p.relative_to(tmp_path / "step_000001") for p in (tmp_path / "step_000001").rglob("*"))
+    assert [path.relative_to(tmp_path / ".step_000001.tmp") for path in flushed[:-1]] == files
+    assert flushed[-1] == tmp_path
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+
+def test_random_numbers_go_on_where_they_were(parts: Parts, tmp_path: Path) -> None:
+    draws()
+    Checkpoints(tmp_path, keep=0, config={}).save(*parts, at(1))
+    expected = draws()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(5)
+    assert not any(a == b for a, b in zip(draws(), expected, strict=True))
+    checkpoint.set_rng_state(checkpoint.load(tmp_path / "step_000001")["rng"])
+    assert draws() == expected
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("unpickled",))
+
+
+def test_nothing_but_data_is_unpickled(tmp_path: Path) -> None:
+    torch.save({"progress": {}, "bomb": Bomb()}, tmp_path / "trainer.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load(tmp_path)
+    with pytest.raises(ValueError, match=r"trainer\.pt cannot be read"):
+        checkpoint.inspect(tmp_path)
