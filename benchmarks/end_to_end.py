@@ -26,15 +26,16 @@ from typing import Any
 
 import measure
 import torch
-from omegaconf import OmegaConf
-from train_step import SHAPES, save_model
+from serving import ROOT, served
+from train_step import SHAPES
 
-from grpo.rollout.server import launch_servers
-from grpo.settings import Rollout
 from grpo.sync import auto
 
-ROOT = Path(__file__).resolve().parent.parent
 PROMPT = 200
+COLUMNS = (
+    *("run", "tokens_per_s", "to_peer", "s_per_step", "waiting_s", "training_s", "sync_s", "paused_s"),
+    *("trainer_idle", "sampler_idle", "trained_over_generated", "lag_max", "peak_gb"),
+)
 SHARES = {"waiting": "time/wait_rollouts_s", "training": "time/train_s", "sync": "time/sync_s"}
 
 
@@ -42,19 +43,6 @@ def noise(prompt: str, completion: str, **columns: Any) -> float:
     """A reward that costs nothing and is hardly ever equal within a group."""
     digest = hashlib.blake2b(completion.encode("utf-8", "replace"), digest_size=4).digest()
     return int.from_bytes(digest, "big") / 2**32
-
-
-def make_tokenizer(folder: Path, vocabulary: int) -> None:
-    """One token per character, so that a prompt has as many tokens as characters; the other ids are names."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", *map(chr, range(32, 127))]
-    words += [f"<{i}>" for i in range(len(words), vocabulary)]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
 
 
 def make_prompts(path: Path, count: int, length: int) -> list[str]:
@@ -167,40 +155,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        model, data = Path(temporary) / "model", folder / "prompts.jsonl"
-        save_model(options.shape, model, device)
-        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        make_tokenizer(model, vocabulary)
+        data = folder / "prompts.jsonl"
         make_prompts(data, 512, options.length)
-        started = time.perf_counter()
-        defaults: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/rollout/vllm.yaml"))  # type: ignore[assignment]
-        del defaults["_target_"]
-        open_most = max(256, 2 * options.prompts * options.group)
-        rollout = Rollout(**{**defaults, "max_inflight": open_most, "eager": options.eager})
-        torch.cuda.empty_cache() if device == "cuda" else None
-        servers = launch_servers(
-            rollout,
-            model=str(model),
-            dtype=options.dtype,
-            device=device,
-            max_model_len=options.length + options.new_tokens,
-            backend=options.sync,
-            memory=options.memory,
-            folder=folder,
-        )
         rows = []
-        try:
-            servers.wait_ready(600)
-            result["server_start_s"] = time.perf_counter() - started
-            print(f"server ready after {result['server_start_s']:.0f} s", flush=True)
+        with served(
+            options.shape,
+            folder,
+            device=device,
+            dtype=options.dtype,
+            backend=options.sync,
+            max_model_len=options.length + options.new_tokens,
+            max_inflight=max(256, 2 * options.prompts * options.group),
+            memory=options.memory,
+            eager=options.eager,
+        ) as server:
+            result["server_start_s"] = server.start_s
             for staleness in options.staleness:
-                row = train(model, data, servers.urls[0], staleness, folder / f"S{staleness}", options)
+                row = train(server.model, data, server.url, staleness, folder / f"S{staleness}", options)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-        finally:
-            servers.stop()
-            if any("error" in row for row in rows) or not rows:
-                print((folder / "server.log").read_text()[-4000:])
+        model = server.model
         if options.peer:
             rows.append(peer_trl(model, data, options))
     peer = next((row.get("tokens_per_s") for row in rows if row["run"] == "TRL"), None)
@@ -208,9 +182,7 @@ def main() -> None:
         row["to_peer"] = row["tokens_per_s"] / peer if peer and "tokens_per_s" in row else None
     result["rows"] = rows
     measure.write(options.out, result)
-    columns = ("run", "tokens_per_s", "to_peer", "s_per_step", "waiting_s", "training_s", "sync_s", "paused_s")
-    columns += ("trainer_idle", "sampler_idle", "trained_over_generated", "lag_max", "peak_gb")
-    print(measure.table([{column: row.get(column) for column in columns} for row in rows]))
+    print(measure.table([{column: row.get(column) for column in COLUMNS} for row in rows]))
     for row in rows:
         if "error" in row:
             sys.exit(f"{row['run']} failed:\n{row['error']}")

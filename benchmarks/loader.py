@@ -24,6 +24,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def ready_answer(tokens: int) -> bytes:
     """As vLLM 0.32 answers with `logprobs=0`: about 70 bytes a token."""
     draw = random.Random(0)
     ids = [draw.randrange(VOCABULARY) for _ in range(tokens)]
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": f"token_id:{i}", "logprob": -draw.random() * 5, "bytes": None, "top_logprobs": []} for i in ids
     ]
     choice = {
@@ -70,10 +71,8 @@ def serve(pipe: Connection, body: bytes, delay: float) -> None:
         app.router.add_post(PATH, answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
-        assert site._server is not None
-        pipe.send(site._server.sockets[0].getsockname()[1])
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+        pipe.send(runner.addresses[0][1])
         await asyncio.Event().wait()
 
     asyncio.run(main())
@@ -161,6 +160,11 @@ def rows(url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
+def repeat(decode: Callable[[bytes], Any], body: bytes) -> None:
+    for _ in range(20):
+        decode(body)
+
+
 def decoders(body: bytes) -> dict[str, float]:
     """Milliseconds to decode one answer."""
     found: dict[str, Callable[[bytes], Any]] = {"json": json.loads}
@@ -168,10 +172,7 @@ def decoders(body: bytes) -> dict[str, float]:
         import orjson
 
         found["orjson"] = orjson.loads
-    return {
-        name: 1e3 * measure.seconds(lambda decode=decode: [decode(body) for _ in range(20)], "cpu") / 20
-        for name, decode in found.items()
-    }
+    return {name: 1e3 * measure.seconds(partial(repeat, decode, body), "cpu") / 20 for name, decode in found.items()}
 
 
 def main() -> None:

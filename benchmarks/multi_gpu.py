@@ -19,8 +19,8 @@ from typing import Any
 
 import measure
 import torch
-from end_to_end import PROMPT, ROOT, make_prompts, make_tokenizer
-from train_step import save_model
+from end_to_end import PROMPT, make_prompts
+from serving import ROOT, make_model
 
 from grpo.rollout.guard import descendants, title
 from grpo.rollout.server import free_ports
@@ -43,8 +43,7 @@ def prepare(folder: Path, tiny: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape, length, new, prompts, group = ("tiny", 20, 16, 4, 4) if tiny else ("4b", PROMPT, 512, 16, 8)
     model, data = folder / "model", folder / "prompts.jsonl"
-    save_model(shape, model, device)
-    make_tokenizer(model, json.loads((model / "config.json").read_text())["vocab_size"])
+    make_model(shape, model, device)
     make_prompts(data, 512, length)
     reward = f"data.reward=[{{kind: python, path: '{ROOT / 'benchmarks' / 'end_to_end.py'}:noise', workers: 4}}]"
     overrides = [

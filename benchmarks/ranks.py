@@ -81,7 +81,7 @@ def one_run(options: argparse.Namespace) -> None:
             policy = team.make("policy", ShardedPolicy, options.model, **shaped)
             optimizer = team.make("optimizer", ShardedOptimizer, **settings)
             team.make("memory", Memory)
-        rows = make_batch(*options.workload, vocabulary=policy.vocab_size)
+        rows = make_batch(**options.workload, vocabulary=policy.vocab_size)
         small = options.shape == "tiny"
         before = probe(policy, small)
         step = Step(policy, [], one_pass=False)
@@ -119,7 +119,7 @@ def start(ranks: int, dtype: str, model: Path, result: Path, options: argparse.N
     command = [sys.executable, *torchrun, __file__, "--model", str(model), "--result", str(result)]
     command += ["--dtype", dtype, "--shape", options.shape, "--steps", str(options.steps), "--lr", str(options.lr)]
     command += ["--microbatch", str(options.microbatch), "--checkpointing", options.checkpointing]
-    command += ["--workload", *map(str, options.workload)]
+    command += ["--workload", *map(str, options.workload.values())]
     subprocess.run(command, check=True, timeout=RUN_TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     run: dict[str, Any] = torch.load(result, weights_only=True)
     return run
@@ -158,7 +158,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     tiny = options.shape == "tiny"
-    options.workload = options.workload or ([48, 16, 16, 96] if tiny else [64, 200, 64, 512])
+    sizes = options.workload or ([48, 16, 16, 96] if tiny else [64, 200, 64, 512])
+    options.workload = dict(zip(("count", "prompt", "low", "high"), sizes, strict=True))
     options.microbatch = options.microbatch or (512 if tiny else 8192)
     return options
 
@@ -194,8 +195,8 @@ def main() -> None:
                 values, parameters = BOUNDS[dtype]
                 if max(gaps["loss gap"], gaps["norm gap"]) > values or gaps["parameter gap"] > (parameters or 1e9):
                     beyond.append(f"{dtype}, {ranks} ranks: {gaps}, bounds {BOUNDS[dtype]}")
-    workload = dict(zip(("sequences", "prompt", "from", "to"), options.workload, strict=True))
-    about = {"benchmark": "ranks", **measure.environment(device), "shape": options.shape, "workload": workload}
+    about = {"benchmark": "ranks", **measure.environment(device), "shape": options.shape}
+    about |= {"workload": options.workload}
     about |= {"steps": options.steps, "lr": options.lr, "microbatch": options.microbatch}
     measure.write(options.out, {**about, "rows": table})
     print(measure.table(table))

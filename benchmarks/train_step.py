@@ -147,11 +147,10 @@ PROBED = (
 
 
 def probe(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {
-        name: getattr(p, "main_grad", p.grad).detach().float().cpu().clone()
-        for name, p in model.named_parameters()
-        if name.endswith(PROBED)
+    grads: dict[str, Any] = {
+        name: getattr(p, "main_grad", p.grad) for name, p in model.named_parameters() if name.endswith(PROBED)
     }
+    return {name: grad.detach().float().cpu().clone() for name, grad in grads.items()}
 
 
 def by_row(micro_batches: list[MicroBatch], values: list[Tensor]) -> dict[int, Tensor]:
