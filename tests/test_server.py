@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,6 +96,31 @@ def test_a_server_that_is_ended_at_once_gets_no_grace(make: Make, at_once: bool,
     Servers([server]).stop(at_once=at_once)
     assert process.returncode == 128 + ended_by
     assert alive(pids) == []
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_sockets_of_a_server_end_with_it(make: Make, at_once: bool) -> None:
+    server = make()
+    server.wait_ready(SECONDS)
+    environment = Path("/proc", str(below(server)[0]), "environ").read_bytes().split(b"\0")
+    (folder,) = [Path(e.decode().partition("=")[2]) for e in environment if e.startswith(b"VLLM_RPC_BASE_PATH=")]
+    (folder / "socket").touch()
+    assert len(str(folder / str(uuid.uuid4()))) <= 107, "the kernel takes no longer path of a socket"
+    server.stop(at_once=at_once)
+    assert not folder.exists()
+
+
+def test_a_folder_for_sockets_that_the_user_chose_stays(tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    command = [sys.executable, "-I", "-S", guard.__file__, "1", "/usr/bin/env"]
+    environment = {**os.environ, "VLLM_RPC_BASE_PATH": str(chosen)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert f"VLLM_RPC_BASE_PATH={chosen}\n" in process.stdout.readlines()
+    assert chosen.exists()
 
 
 def test_an_early_death_is_noticed_with_the_log(make: Make) -> None:
