@@ -12,63 +12,27 @@ the server's logprobs are compared with the trainer's.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import measure
 import torch
-from serving import Served, random_prompts, served
+from serving import Served, connected, random_prompts, served
 from train_step import SHAPES
 
 from grpo.batch import Sequence, pack
 from grpo.model import Policy
 from grpo.rollout.client import Client
-from grpo.rollout.errors import ServerError
-from grpo.settings import Sync
-from grpo.sync import auto, make_sync
+from grpo.sync import auto
 from grpo.sync.base import WeightSync
 from grpo.types import Sampling
 
 PHASES = ("export_s", "pause_s", "update_s", "resume_s", "paused_s", "total_s")
-
-
-class Control:
-    """`grpo.sync.base.Control` without an event loop."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def get(self, path: str, *, timeout: float) -> dict[str, Any]:
-        return self._call("GET", path, None, timeout)
-
-    def post(
-        self,
-        path: str,
-        *,
-        json: dict[str, Any] | None = None,
-        params: dict[str, str] | None = None,
-        timeout: float,
-    ) -> dict[str, Any]:
-        return self._call("POST", path + (f"?{urlencode(params)}" if params else ""), json, timeout)
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                answer = response.read()
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{path}: status {error.code}: {error.read()[:500]!r}") from error
-        return json.loads(answer) if answer.strip() else {}
 
 
 class Traffic:
@@ -174,16 +138,7 @@ def main() -> None:
             memory=options.memory,
             eager=options.eager,
         ) as server:
-            policy = Policy(server.model, dtype=dtype, device=device)
-            settings = Sync(backend=backend, pause=options.pause, verify_every=0, timeout=300, dir=None)
-            sync = make_sync(
-                settings,
-                backend=backend,
-                controls=[Control(server.url)],
-                policy=policy,
-                dtype=getattr(torch, dtype),
-                folder=folder,
-            )
+            policy, sync = connected(server, folder, backend=backend, dtype=dtype, device=device, pause=options.pause)
             traffic = None
             try:
                 sync.sync(0)  # with the handshake
