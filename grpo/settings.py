@@ -128,6 +128,7 @@ class Rollout(Checked):
     tensor_parallel: int
     gpu_memory: float | None
     eager: bool
+    compile_cache: str | None
     cpu_kv_gb: float
     cpu_threads: int | None
     request_timeout: float

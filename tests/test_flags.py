@@ -1,6 +1,7 @@
 """Flags and environment of launched servers."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,14 @@ def environment(inherited: dict[str, str], **changed: Any) -> dict[str, str]:
         "api_key": None,
     }
     return vllm_environment(inherited, **(options | changed))
+
+
+def test_the_compile_cache_is_where_the_run_or_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert environment({"VLLM_CACHE_ROOT": "/mine"})["VLLM_CACHE_ROOT"] == "/mine"
+    assert "VLLM_CACHE_ROOT" not in environment({})
+    both = environment({"VLLM_CACHE_ROOT": "/mine"}, compile_cache="cache")
+    assert both["VLLM_CACHE_ROOT"] == str(tmp_path / "cache"), "the server may run in another folder"
 
 
 def test_the_users_environment_is_kept() -> None:

@@ -152,6 +152,7 @@ OTHER: dict[str, tuple[list[str], dict[str, Any]]] = {
     "backend": ([], {"backend": "ipc"}),
     "key": (["rollout.api_key=secret"], {}),
     "threads": (["rollout.cpu_threads=3"], {}),
+    "compile cache": (["rollout.compile_cache=cache"], {}),
     "environment": ([], {"inherited": {"VLLM_LOGGING_LEVEL": "DEBUG"}}),
     "address": (["rollout.host=localhost"], {}),
     "port": (["rollout.port=8123"], {}),

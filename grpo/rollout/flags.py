@@ -7,6 +7,7 @@ Law 4 lives here for the server's side: processed logprobs, and no sampling defa
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from grpo.sync import server_backend
 
@@ -72,10 +73,12 @@ def vllm_environment(
     gpus: Sequence[int],
     tensor_parallel: int,
     api_key: str | None,
+    compile_cache: str | None = None,
 ) -> dict[str, str]:
     """The server's environment: the run's own (HF_*, NCCL_*, VLLM_* are kept) and what is needed besides.
 
-    threads: OpenMP threads of a CPU server. gpus: indices among those that the run may use.
+    threads: OpenMP threads of a CPU server. gpus: indices among those that the run may use. compile_cache: the folder
+    of what vLLM compiles and tunes; None leaves it where the environment or vLLM has it (~/.cache/vllm).
     """
     environment = {k: v for k, v in inherited.items() if k not in TORCHRUN}
     environment |= {
@@ -87,6 +90,8 @@ def vllm_environment(
         environment["VLLM_PLUGINS"] = f"{inherited['VLLM_PLUGINS']},grpo"
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key  # not a flag: those are seen by every user, and logged
+    if compile_cache is not None:
+        environment["VLLM_CACHE_ROOT"] = str(Path(compile_cache).expanduser().absolute())
     if backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # unpickles our IPC handles, and what else is sent
     if device == "cpu":

@@ -259,6 +259,7 @@ def plan_servers(
             gpus=gpus[i],
             tensor_parallel=rollout.tensor_parallel,
             api_key=rollout.api_key,
+            compile_cache=rollout.compile_cache,
         )
         log = folder / ("server.log" if rollout.servers == 1 else f"server-{i}.log")
         command = [sys.executable, "-P", "-m", "grpo.rollout.vllm_main", *arguments]
