@@ -89,7 +89,7 @@ def test_a_server_that_keeps_other_weights_is_found_out(server: FakeServer, tmp_
     server.add_fault(Fault("update_weights", apply="nothing"))
     done = command.run(*command.small(server), "mode=eval", f"model.path={other}", "hydra.run.dir=out", folder=tmp_path)
     assert done.returncode == 1
-    assert "SyncNotProven" in done.stderr
+    assert "LogprobsDiffer" in done.stderr
     assert command.load(tmp_path / "out" / "status.json")["state"] == "failed"
     assert command.lines(tmp_path / "out" / "evals.jsonl") == []
 
