@@ -38,10 +38,14 @@ Followers = list["subprocess.Popen[bytes]"]
 Change = Callable[[list[Group]], None]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module")
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Team, Followers]]:
-    with team_of(request.param) as both:
+    """Two ranks, or as many as the test asks for."""
+    with team_of(getattr(request, "param", 2)) as both:
         yield both
+
+
+two_and_three = pytest.mark.parametrize("both", [2, 3], indirect=True, ids=["2 ranks", "3 ranks"])
 
 
 @pytest.fixture
@@ -111,6 +115,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=atol, msg=name)
 
 
+@two_and_three
 @pytest.mark.parametrize(("dtype", "minibatches"), [("float64", 1), ("float64", 2), ("float32", 2)])
 def test_the_numbers_are_those_of_one_process(team: Team, tiny_dir: Path, dtype: str, minibatches: int) -> None:
     """Losses, norms, sizes of updates, every figure by lag; and the parameters after five steps."""
@@ -133,6 +138,7 @@ def test_the_numbers_are_those_of_one_process(team: Team, tiny_dir: Path, dtype:
         assert max(float((sharded[name] - start[name]).abs().max()) for name in start) > 1e-2
 
 
+@two_and_three
 def test_a_rank_without_tokens_changes_nothing(team: Team, tiny_dir: Path) -> None:
     def only_two(batch: list[Group]) -> None:
         for group in batch:
@@ -151,6 +157,7 @@ def test_a_rank_without_tokens_changes_nothing(team: Team, tiny_dir: Path) -> No
     assert_equal(sharded, expected, 1e-9)
 
 
+@two_and_three
 def test_every_rank_has_a_like_share_of_every_pass(team: Team, tiny_dir: Path) -> None:
     step = trainer(tiny_dir, team, budget=20)
     (part,) = step.prepare(groups(tiny_dir), 2).parts
@@ -219,6 +226,7 @@ def test_weights_are_announced_without_being_gathered(team: Team, tied_dir: Path
     assert policy.vocab_size == alone.vocab_size
 
 
+@two_and_three
 def test_checkpoints_do_not_depend_on_the_number_of_ranks(team: Team, tiny_dir: Path, tmp_path: Path) -> None:
     """2 (3) ranks, then one process, then ranks again: the parameters of one unbroken process."""
     unbroken = trainer(tiny_dir, None)
