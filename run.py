@@ -113,6 +113,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                         # Who ends a job often signals every process of it: the servers have gone first, that is all.
                         state, failure = "interrupted", Interrupted(signals.received)
                         reason = f"{failure}; {reason}"
+                signals.deferred = True  # the first signal from here on ends nothing that ends by itself
                 kept.servers.ended(failure, synced=trainer is None or not trainer.weights.broken_off)
                 if trainer is not None and state != "finished":
                     trainer.try_save()
@@ -122,14 +123,14 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
             log.exception("the run could not be closed in order")
             if failure is None:
                 state, failure, reason = "failed", error, f"{type(error).__name__}: {error}"
-    summary = summarize(recorder, trainer, state=state, reason=reason, seconds=time.monotonic() - started)
-    recorder.finish(state, summary, failure)
-    page: Path | None = None
-    try:
-        page = report.build_run(folder)
-    except OSError as error:  # the disk is full
-        print(f"error: no report: {error}", file=sys.stderr)
-    print_table(summary, folder, page)
+        summary = summarize(recorder, trainer, state=state, reason=reason, seconds=time.monotonic() - started)
+        recorder.finish(state, summary, failure)
+        page: Path | None = None
+        try:
+            page = report.build_run(folder)
+        except OSError as error:  # the disk is full
+            print(f"error: no report: {error}", file=sys.stderr)
+        print_table(summary, folder, page)
     if isinstance(failure, Interrupted):
         sys.exit(128 + failure.signum)
     if failure is not None:

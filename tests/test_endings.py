@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,22 +62,58 @@ def test_an_update_left_open_is_closed_over_a_connection_that_breaks(tiny_dir: P
         assert not trainer.weights.broken_off
 
 
-def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], dict[str, Any]]:
+    """Lets a run fail for "the reason" while it starts, calls the function while it closes; status.json."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
     import run
 
-    def make(*args: Any) -> Any:
-        stack = next(a for a in args if isinstance(a, contextlib.ExitStack))
-        stack.callback(lambda: 1 / 0)
-        raise RuntimeError("the reason")
+    def end(closing: Callable[[], Any]) -> dict[str, Any]:
+        def make(*args: Any) -> Any:
+            next(a for a in args if isinstance(a, contextlib.ExitStack)).callback(closing)
+            raise RuntimeError("the reason")
 
-    monkeypatch.setattr(run, "make", make)
-    monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
-    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
-    with pytest.raises(SystemExit) as exit:
-        run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
-    assert exit.value.code == 1
-    status = json.loads((tmp_path / "status.json").read_text())
+        monkeypatch.setattr(run, "make", make)
+        monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
+        plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
+        with pytest.raises(SystemExit) as exit:
+            run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+        assert exit.value.code == 1
+        status: dict[str, Any] = json.loads((tmp_path / "status.json").read_text())
+        return status
+
+    return end
+
+
+def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(ended: Any) -> None:
+    status = ended(lambda: 1 / 0)
     assert (status["state"], status["error"]["message"]) == ("failed", "the reason")
+
+
+@pytest.mark.parametrize("when", ["closing", "summary", "report"])
+def test_a_signal_while_a_failed_run_ends_takes_nothing_from_its_ending(
+    ended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """torchrun sends one as soon as a rank is gone, and rank 0 may have noticed that by itself."""
+    from grpo import report, summary
+
+    def struck(function: Callable[..., Any] = lambda: None) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return function(*args, **options)
+
+        return call
+
+    if when == "summary":
+        monkeypatch.setattr(summary, "summarize", struck(summary.summarize))
+    if when == "report":
+        monkeypatch.setattr(report, "build_run", struck(report.build_run))
+    too_late: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: too_late.append(signum))
+    try:
+        status = ended(struck() if when == "closing" else lambda: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert too_late == []
+    assert (status["state"], status["error"]["message"]) == ("failed", "the reason")
+    assert (tmp_path / "report.html").exists()
