@@ -8,6 +8,7 @@ import pytest
 from data_tools import CHAT, byte_tokenizer, write_jsonl
 
 from grpo.data import Jsonl, Mixture
+from grpo.rollout.loader import Scorer
 from grpo.types import Completion, Prompt
 
 
@@ -46,8 +47,12 @@ def test_each_part_is_scored_by_its_own_rewards(tmp_path: Path) -> None:
     rows = [Prompt(0, "words/train/0", "p", [1], {"answer": "four"})] * 2
     rows.append(Prompt(0, "numbers/train/0", "q", [1], {"answer": "4"}))
 
-    async def everything(rewards: Any) -> None:
-        await asyncio.gather(*(rewards.score(row, c) for row, c in zip(rows, completions, strict=True)))
+    async def everything(rewards: Scorer) -> None:
+        tasks = [asyncio.create_task(rewards.score(row, c)) for row, c in zip(rows, completions, strict=True)]
+        await asyncio.sleep(0)
+        assert rewards.open == 3, "of all parts; the watchdog asks for it"
+        await asyncio.gather(*tasks)
+        assert rewards.open == 0
 
     with mixed(parts).rewards() as rewards:
         assert rewards.weights == {"exact_match": 1.0, "number_match": 0.5}

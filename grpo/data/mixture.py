@@ -196,6 +196,11 @@ class MixtureRewards:
     ) -> None:
         self._stack.close()
 
+    @property
+    def open(self) -> int:
+        """Completions that are being scored."""
+        return sum(rewards.open for rewards in self.parts.values())
+
     async def score(self, prompt: Prompt, completion: Completion) -> None:
         """Sets `completion.rewards` and `completion.reward`. Raises RewardError."""
         await self.parts[prompt.row.partition("/")[0]].score(prompt, completion)

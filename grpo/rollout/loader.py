@@ -40,7 +40,8 @@ INVALID_IN_A_ROW = 8  # unusable answers in a row that stop the run: the server 
 class Scorer(Protocol):
     """Scores a completion in place: sets `reward` (None = not scored) and `rewards`."""
 
-    open: int  # completions that are being scored
+    @property
+    def open(self) -> int: ...  # completions that are being scored
 
     async def score(self, prompt: Prompt, completion: Completion) -> None: ...
 
