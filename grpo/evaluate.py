@@ -43,11 +43,13 @@ class Evaluator:
             assert set(completion.versions) == {version}, (
                 f"evaluation at version {version} got tokens of versions {sorted(set(completion.versions))}"
             )
+        # a completion that is missing (`Aside.sample`) has no score
+        rewards = [[*(c.reward for c in row), *[None] * (self.samples - len(row))] for row in answers]
         line = {
             "step": step,
             "version": version,
             "name": name,
-            **summarize([[c.reward for c in row] for row in answers]),
+            **summarize(rewards),
             "samples": self.samples,
             "temperature": self.sampling.temperature,
             "length_mean": _mean([c.tokens for row in answers for c in row]),

@@ -249,6 +249,23 @@ def test_a_lost_episode_is_discarded_and_a_failing_environment_ends_the_run(stop
         loader.next_groups(2, timeout=20)
 
 
+def test_a_lost_episode_is_missing_in_an_evaluation(stops: FakeServer) -> None:
+    class Late(World):
+        async def begin(self, prompt: Prompt, count: int) -> tuple[Prompt, list[Session | None]]:
+            if prompt.index == 1:
+                raise EpisodeLost("environment", "no")
+            return await super().begin(prompt, count)
+
+    with playing(stops, Late()) as loader:
+        played(loader)
+        world = loader.environments = Late(lambda: Scripted(fails=next(lost, None)))
+        lost = iter([EpisodeLost("environment", "down")])
+        prompts = [Source().prompt(i) for i in range(3)]
+        answers = loader.sample(prompts, loader.sampling, GROUP, timeout=20)
+        assert [len(g.completions) for g in answers] == [GROUP - 1, 0, GROUP]
+        assert all(s.closed == 1 for s in world.sessions)
+
+
 def test_an_environment_that_cannot_begin_hands_its_place_back(stops: FakeServer) -> None:
     class Refusing(World):
         async def begin(self, prompt: Prompt, count: int) -> tuple[Prompt, list[Session | None]]:

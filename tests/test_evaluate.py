@@ -101,6 +101,24 @@ def test_a_line_and_the_completions_are_in_the_folder(tmp_path: Path, recorder: 
     assert len((tmp_path / "eval_rollouts.jsonl").read_text().splitlines()) == 6
 
 
+def test_a_missing_completion_is_unscored_and_counts_in_no_mean(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Answers.sample
+
+    def some(self: Answers, *args: Any) -> list[Group]:
+        groups = whole(self, *args)
+        groups[0].completions.pop()
+        groups[1].completions.clear()
+        groups[2].completions[0].reward = 0.0
+        return groups
+
+    monkeypatch.setattr(Answers, "sample", some)
+    line = evaluator(recorder, 3)(step=3, version=3)["held_out"]
+    assert (line["accuracy"], line["n"], line["unscored"]) == (0.75, 2, 3)
+    assert line["pass"] == {"1": 0.5, "2": 1.0}, "of the prompt with both"
+
+
 def test_tokens_of_another_version_are_an_error(recorder: Recorder) -> None:
     with pytest.raises(AssertionError, match=r"version 4 got tokens of versions \[3\]"):
         evaluator(recorder, 3)(step=4, version=4)

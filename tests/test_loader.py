@@ -363,6 +363,25 @@ def test_what_is_sampled_for_evaluation_never_enters_the_stream_or_the_ledger(se
         assert loader.ledger.totals() == before
 
 
+def test_an_answer_that_cannot_be_used_is_missing_in_an_evaluation_and_fails_a_probe(server: FakeServer) -> None:
+    sampling = Sampling(1.0, 4, None, (), (1,))
+    with running(server, staleness=0) as loader:
+        settle(loader, loader.next_groups(2, timeout=10))
+        prompts = [p for i in range(3) if (p := loader.source.prompt(i)) is not None]
+        server.add_fault(Fault("generate", edit=missing("weight_versions"), times=1))
+        server.add_fault(Fault("generate", status=400, times=1))
+        answers = loader.sample(prompts, sampling, 2, timeout=10)
+        assert sum(len(g.completions) for g in answers) == 4
+        assert [g.prompt.row for g in answers] == [p.row for p in prompts]
+        server.add_fault(Fault("generate", edit=missing("weight_versions"), times=1))
+        with pytest.raises(InvalidAnswer, match="weight_vers"):
+            loader.sample(prompts, sampling, 1, timeout=10, probe=True)
+        server.add_fault(Fault("generate", edit=missing("weight_versions")))
+        with pytest.raises(InvalidAnswer, match="weight_vers"):
+            loader.sample(prompts, sampling, 2, timeout=10)
+        server.clear_faults()
+
+
 def test_closing_twice_or_with_open_requests_leaves_no_thread(server: FakeServer) -> None:
     server.hold()
     with running(server) as loader:
