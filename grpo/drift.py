@@ -1,7 +1,7 @@
 """The drift alarm: says when sampled data is too far from the policy, and whether the engine or policy lag is to blame.
 
-It reads the figures of `grpo.diagnostics` for one optimizer batch. Left out: what the trainer does about it (it only
-calls `check`), and trends over steps (the report shows them).
+It reads the figures of `grpo.diagnostics` for one optimizer batch. Left out: what the trainer does about it (it calls
+`check`, writes the step's line, and only then stops), and trends over steps (the report shows them).
 """
 
 import logging
@@ -12,7 +12,14 @@ log = logging.getLogger(__name__)
 
 
 class DriftError(RuntimeError):
-    """`loss.on_drift=stop` and the data drifted. The message says which kind, with figures, and what to change."""
+    """`loss.on_drift=stop` and the data drifted. The message says which kind, with figures, and what to change.
+
+    `kind` is "engine" or "lag".
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(slots=True)
@@ -49,7 +56,7 @@ class DriftAlarm:
         kind, message = self._judge(metrics)
         if kind is not None:
             if self.action == "stop":
-                raise DriftError(f"{message} (loss.on_drift=stop)")
+                raise DriftError(f"{message} (loss.on_drift=stop)", kind)
             if kind != self._active:
                 log.warning("%s", message)
         self._active = kind

@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 
 from grpo.advantages import advantages, is_equal
 from grpo.losses.base import Loss
+from grpo.rollout.loader import StreamEnded
 from grpo.types import IN_FLIGHT, TRAINED, Completion, Group
 
 
-class NothingToLearn(Exception):  # noqa: N818 (an ending; an error only for some kinds)
-    """Group after group had equal rewards. `kind` is the most frequent one: all_right, all_wrong, other, unscored."""
+class NothingToLearn(StreamEnded):
+    """Group after group had equal rewards; an error only for some kinds.
+
+    `kind` is the most frequent one: all_right, all_wrong, other, unscored.
+    """
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)

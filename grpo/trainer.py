@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from grpo.checkpoint import Checkpoints
 from grpo.checkpoint import Progress as Position
+from grpo.drift import DriftError
 from grpo.evaluate import Evaluator
 from grpo.groups import NothingToLearn, group_metrics
 from grpo.ledger import Ledger
@@ -104,14 +105,14 @@ class Trainer:
             self.phase = "waiting for groups"
             try:
                 groups = self.loader.next_groups(self.groups_per_step, self.wait_timeout)
-            except StreamEnded:
-                reason = "the data ended"
-                break
             except NothingToLearn as ending:
                 if ending.kind != "all_right":
                     raise
                 log.warning("%s", ending)
                 reason = str(ending)
+                break
+            except StreamEnded:
+                reason = "the data ended"
                 break
             waited = time.monotonic()
             self._check_lag(groups)
@@ -239,8 +240,11 @@ class Trainer:
             "sampler/servers_out": len(self.loader.client.roster.out),
         }
         line |= self.saved
-        drift = self.step_fn.loss.drift.check(line)
-        line["drift"] = drift
+        stop: DriftError | None = None
+        try:
+            line["drift"] = self.step_fn.loss.drift.check(line)
+        except DriftError as error:  # the step is made, and its line is what shows the drift
+            line["drift"], stop = error.kind, error
         self.recorder.rollouts(self.step, groups, version)
         self.recorder.metrics(line)
         self.recorded, self.saved = self.step, {}
@@ -248,6 +252,8 @@ class Trainer:
         for name, seconds in times.items():
             self.totals[name] = self.totals.get(name, 0.0) + seconds
         self._spent("recording", recording)
+        if stop is not None:
+            raise stop
 
     def _spent(self, what: str, started: float) -> None:
         key = f"time/{what}_s"

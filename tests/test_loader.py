@@ -351,6 +351,37 @@ def test_completions_of_one_prompt_have_seeds_of_their_own_that_repeat_with_the_
     assert seeds() == first
 
 
+def test_a_stream_that_the_judge_ends_is_no_failure_and_nothing_follows_a_short_batch(server: FakeServer) -> None:
+    """Group 2 ends it while group 1 is being scored: 0 is handed over; 1, then a version older, no more."""
+    hold, third = asyncio.Event(), threading.Event()
+
+    class Slow(ByLength):
+        async def score(self, prompt: Prompt, completion: Completion) -> None:
+            if completion.group == 1:
+                await hold.wait()
+            await super().score(prompt, completion)
+
+    def judge(group: Group) -> str | None:
+        if group.index == 2:
+            third.set()
+            raise StreamEnded("enough")
+        return None
+
+    with running(server, staleness=1, scorer=Slow(), judge=judge) as loader:
+        assert third.wait(20)
+        assert [g.index for g in loader.next_groups(2, timeout=20)] == [0]
+        loader._loop.call_soon_threadsafe(hold.set)
+        deadline = time.monotonic() + 20
+        while 1 not in loader._done and time.monotonic() < deadline:
+            time.sleep(0.01)
+        loader.check()
+        prompt = loader.source.prompt(0)
+        assert prompt is not None
+        assert len(loader.sample([prompt], Sampling(1.0, 4, None, (), (1,)), 2, timeout=20)) == 1
+        with pytest.raises(StreamEnded, match="enough"):
+            loader.next_groups(2, timeout=20)
+
+
 def test_what_is_sampled_for_evaluation_never_enters_the_stream_or_the_ledger(server: FakeServer) -> None:
     with running(server, staleness=0) as loader:
         groups = loader.next_groups(2, timeout=PATIENCE)

@@ -14,12 +14,13 @@ from oracle import synchronous_grpo
 from tiny import save_tiny_model
 
 from grpo import checkpoint
+from grpo.drift import DriftError
 from grpo.groups import NothingToLearn
 from grpo.losses import GRPO, PPOClip
 from grpo.rollout import client as client_module
 from grpo.rollout.errors import ServerError
 from grpo.sync.verify import SyncNotProven
-from grpo.types import Group
+from grpo.types import Group, Prompt
 
 
 @pytest.fixture(autouse=True)
@@ -252,12 +253,30 @@ def test_every_group_equal_ends_with_a_message_that_says_of_which_kind(tiny_dir:
     assert len(server.requests()) < 6 * 4 + 2 * 4 + 20, "a bounded number of tries"
 
 
-def test_a_solved_task_is_a_good_ending(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_solved_task_is_a_good_ending_with_a_last_evaluation_and_checkpoint(
+    tiny_dir: Path, tmp_path: Path, staleness: int
+) -> None:
+    prompts = [Prompt(-1 - i, f"held_out/{i}", "p", prompt_ids(i), {}) for i in range(2)]
     with (
         FakeServer(tiny_dir) as server,
-        loop([server.url], tiny_dir, tmp_path, scorer=Scorer(lambda ids: 1.0), limit=6) as trainer,
+        loop(
+            [server.url],
+            tiny_dir,
+            tmp_path,
+            scorer=Scorer(lambda ids: 1.0),
+            limit=6,
+            eval_every=1,
+            checkpoint_every=10,
+            max_staleness=staleness,
+        ) as trainer,
     ):
+        trainer.evaluator.sets = {"held_out": prompts}
         assert "the task is solved" in trainer.run()
+    assert lines(tmp_path, "evals.jsonl")[-1]["step"] == lines(tmp_path)[-1]["step"] == trainer.step
+    assert checkpoint.complete(tmp_path / "checkpoints")
+    seen = lines(tmp_path, "rollouts.jsonl")
+    assert {line["outcome"] for line in seen} == {"discarded:zero_variance:all_right"}, "what ended it can be read"
 
 
 def test_the_run_ends_where_the_data_ends_with_a_short_last_batch(tiny_dir: Path, tmp_path: Path) -> None:
@@ -277,6 +296,23 @@ def test_the_run_ends_where_the_data_ends_with_a_short_last_batch(tiny_dir: Path
         assert trainer.run() == "the data ended"
     metrics = lines(tmp_path)
     assert [line["groups/trained"] for line in metrics] == [4] * 7 + [2]
+
+
+def test_a_run_that_drift_stops_has_recorded_the_step_that_drifted(tiny_dir: Path, tmp_path: Path) -> None:
+    loss = PPOClip(on_drift="stop", drift_ess=1.0)
+    loss.drift.min_tokens = 1
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, loss=loss, max_staleness=1, lr=1e-2, checkpoint_every=10) as trainer,
+    ):
+        with pytest.raises(DriftError, match=r"policy lag.*loss.on_drift=stop"):
+            trainer.run()
+        trainer.try_save()  # as run.py does
+    recorded = lines(tmp_path)
+    assert [line["drift"] for line in recorded] == [None, "lag"]
+    assert recorded[-1]["lag_1/ess"] < 1
+    assert {line["step"] for line in lines(tmp_path, "rollouts.jsonl")} == {1, 2}
+    assert [folder.name for folder in checkpoint.complete(tmp_path / "checkpoints")] == ["step_000002"]
 
 
 @pytest.mark.parametrize("call", ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"])

@@ -47,7 +47,7 @@ class Scorer(Protocol):
 
 
 class StreamEnded(Exception):  # noqa: N818 (an ending, not an error)
-    """There are no more groups: the data set's epochs are over."""
+    """There are no more groups: the data set's epochs are over, or, raised by `judge`, no more are wanted."""
 
 
 class Loader:
@@ -57,7 +57,8 @@ class Loader:
     environments: what answers the policy between turns; None: every completion is one turn.
     sampling: everything but the seed, which is made from (seed, group, index, turn); the seed is left out when
     `seeded` is false (a per-request generator costs a GPU server time).
-    judge: tells why a finished group must leave the stream (equal rewards), or None to keep it.
+    judge: tells why a finished group must leave the stream (equal rewards), or None to keep it; StreamEnded ends the
+    stream there: no failure, so that the step, the sync or the evaluation at hand goes on.
     start_group: place in the stream of the first group (after a resume: groups consumed). watch: called twice a
     second, raises when a server process has died.
     """
@@ -101,11 +102,13 @@ class Loader:
         self._done: dict[int, Group] = {}
         self._open: dict[int, list[Completion]] = {}  # answers of groups that are not complete yet
         self._ended = False
+        self._ending: StreamEnded | None = None  # from `judge`
+        self._cut_short = False  # by it, the last batch: what comes after it would be older than the bound
         self._failure: BaseException | None = None
         self._closing = False
         self._invalid_in_a_row = 0
         self._meter = Meter()
-        self._lock = threading.Lock()  # guards _done, _open, _ended, _failure, _meter
+        self._lock = threading.Lock()  # guards _done, _open, _ended, _ending, _failure, _meter
         self._ready = threading.Condition(self._lock)
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
@@ -128,8 +131,8 @@ class Loader:
     def next_groups(self, count: int, timeout: float) -> list[Group]:
         """The next groups in stream order, up to and with `count` kept ones; discarded ones come along, in place.
 
-        Fewer when the stream ends; StreamEnded when it has ended before the first. Raises what failed in the
-        loop, or TimeoutError when nothing at all finished for `timeout` seconds.
+        Fewer when the stream ends; StreamEnded (or the judge's kind of it) when it has ended before the first. Raises
+        what failed in the loop, or TimeoutError when nothing at all finished for `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         taken: list[Group] = []
@@ -139,12 +142,19 @@ class Loader:
             self.tend()  # without the lock: it may call servers, through the loop
             with self._ready:
                 self._raise_failure()
+                if self._cut_short and self._ending is not None:
+                    raise self._ending
                 group = self._done.pop(self._next_delivered, None)
                 if group is not None:
                     taken.append(group)
                     kept += group.discarded is None
                     self._next_delivered += 1
                     deadline = time.monotonic() + timeout
+                elif self._ending is not None:
+                    if not taken:
+                        raise self._ending
+                    self._cut_short = True
+                    break
                 elif self._ended and self._next_delivered >= self._next_admitted:
                     if not taken:
                         raise StreamEnded
@@ -282,7 +292,7 @@ class Loader:
                 await asyncio.gather(*rest, return_exceptions=True)
 
     def _admit(self) -> None:
-        while not self._closing and not self._ended and self._failure is None and self.admission.may_admit():
+        while not self._over() and self.admission.may_admit():
             prompt = self.source.prompt(self._next_admitted)
             with self._ready:
                 if prompt is None:
@@ -295,6 +305,9 @@ class Loader:
             self._next_admitted += 1
             self._tasks.add(task)
             task.add_done_callback(self._task_done)
+
+    def _over(self) -> bool:
+        return self._closing or self._ended or self._ending is not None or self._failure is not None
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -315,7 +328,13 @@ class Loader:
             if any(isinstance(result, RequestRefused) for result in results):
                 group.discarded = "refused"
             else:
-                group.discarded = self.judge(group) if group.completions else "invalid"
+                try:
+                    group.discarded = self.judge(group) if group.completions else "invalid"
+                except StreamEnded as ending:  # the group stays among the open ones: nobody will ask for it
+                    with self._ready:
+                        self._ending = ending
+                        self._ready.notify_all()
+                    return
         with self._ready:
             del self._open[index]
             self._done[index] = group
