@@ -103,6 +103,9 @@ def explain(error: Exception) -> str:
         override = re.search(r"'(.*)'", lines[0])
         key, _, values = (override[1] if override else "").partition("=")
         return f"{key}={values}: several values; add -m for a sweep over them, or write a list: '{key}=[{values}]'"
+    if isinstance(error, OSError) and error.filename:
+        where = "runs are written to hydra.run.dir=<folder>, sweeps to hydra.sweep.dir=<folder>"
+        return f"{error.filename}: {error.strerror}; {where}"
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {lines[0]}" if error.full_key else lines[0]
     return " ".join(lines)

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 import os
+import pydoc
 import re
 import socket
 import typing
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -258,7 +259,12 @@ def build_loss(node: Any) -> Any:
     from grpo.losses.base import Loss
 
     given: Any = OmegaConf.to_container(node)
-    for key, hint in _parameters(given["_target_"]).items():
+    found = None
+    with contextlib.suppress(pydoc.ErrorDuringImport):  # `build` says what is wrong with the module
+        found = pydoc.locate(str(given["_target_"]))
+    if found is not None and not (isinstance(found, type) and issubclass(found, Loss)):
+        raise ValueError(f"loss._target_={given['_target_']}: is no subclass of grpo.losses.Loss")
+    for key, hint in _parameters(found).items():
         if key in given and not fits(given[key], hint):
             raise ValueError(f"loss.{key}={given[key]!r}: expected {type_name(hint)}")
     return build(node, "loss", Loss)  # type: ignore[type-abstract]
@@ -278,11 +284,11 @@ def check_overlong(loss: Any, data: Any) -> None:
                 )
 
 
-def _parameters(target: str) -> dict[str, Any]:
+def _parameters(made: type | None) -> dict[str, Any]:
     """Annotated types of a class's parameters, those that it hands on to its base classes included."""
     hints: dict[str, Any] = {}
-    with contextlib.suppress(ImportError, NameError):  # `build` says what is wrong with the class
-        for base in reversed(get_class(target).__mro__):
+    with contextlib.suppress(NameError):  # `build` says what is wrong with the class
+        for base in reversed(made.__mro__ if made is not None else ()):
             hints |= typing.get_type_hints(vars(base).get("__init__", object))
     return hints
 

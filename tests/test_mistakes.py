@@ -101,6 +101,10 @@ MISTAKES = {
     "sync=ipc": r"sync=ipc.*disk",
     "sync.pause=maybe": r"sync.pause='maybe'.*keep",
     "loss.advantage=best": r"loss.advantage='best'.*mean_std",
+    "loss._target_=os.system": r"loss._target_=os.system.*subclass of grpo.losses.Loss",
+    "loss._target_=torch.nn.Linear": r"loss._target_=torch.nn.Linear.*subclass of grpo.losses.Loss",
+    "data.digits=40": r"data.digits=40.*1 to 18",
+    "data.digits=1": r"data.eval_rows=256.*data.digits=1, 1 to 5",
     "loss.aggregation=sum": r"loss.aggregation='sum'.*token_mean",
     "data.max_tokens=600": r"600.*512",
     "train.steps=0": r"train.steps=0",
@@ -155,6 +159,8 @@ def command(*overrides: str) -> subprocess.CompletedProcess[str]:
         ("train.batch_size=100", "train.batch_size=100"),
         ("model.pth=x", "model.pth"),
         ("loss=nonsense", "loss=nonsense"),
+        ("loss._target_=nowhere.Mine", "nowhere.Mine"),  # Hydra has a log line of its own for it
+        ("hydra.run.dir=/dev/null/run", "hydra.run.dir"),
         ("model.lr=abc", "model.lr='abc'"),
         ("resume=/no/such/run", "resume"),
     ],
@@ -163,7 +169,7 @@ def test_the_command_answers_a_mistake_in_one_line_and_leaves_nothing(
     override: str, words: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    done = command(override, f"hydra.run.dir={folder}")
+    done = command(f"hydra.run.dir={folder}", override)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert words in done.stderr

@@ -124,7 +124,7 @@ MISTAKES = {
     "loss._target_=no_such_module.Loss": "loss: Error loading 'no_such_module.Loss'",
     "loss._target_=grpo.record.NoSuch": "loss: Error loading 'grpo.record.NoSuch'",
     "sync._target_=grpo.losses.GRPO": "sync.pause: no such key",
-    "~loss +loss._target_=grpo.record.NoMirror": "loss._target_=grpo.record.NoMirror: makes a NoMirror, not a Loss",
+    "~loss +loss._target_=grpo.record.NoMirror": "loss._target_=grpo.record.NoMirror: is no subclass",
     "~data +data._target_=grpo.record.NoMirror loss.max_tokens=8": "data._target_=grpo.record.NoMirror: makes",
     "~model": "model: does not say what to build; choose model=<one of qwen3_0_6b,",
     # paths

@@ -118,10 +118,10 @@ def held_out_rows(count: int = 256, digits: int = 6) -> Rows:
     _check_digits(digits)
     most = len(_reserved_numbers(digits))
     if not 1 <= count <= most:
-        raise ValueError(f"count={count}: with digits={digits}, 1 to {most} problems can be held out")
+        raise ValueError(f"data.eval_rows={count}: with data.digits={digits}, 1 to {most} problems can be held out")
     return Rows(digits=digits, held_out=True, count=count)
 
 
 def _check_digits(digits: int) -> None:
     if not 1 <= digits <= MAX_DIGITS:
-        raise ValueError(f"digits={digits}: must be 1 to {MAX_DIGITS}")
+        raise ValueError(f"data.digits={digits}: must be 1 to {MAX_DIGITS}")
