@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,16 @@ def writes_its_process(prompt: str, completion: str) -> float:
 async def raises_late(prompt: str, completion: str) -> float:
     await asyncio.sleep(0)
     raise LookupError("late trouble")
+
+
+def prepare_deadline() -> Callable[[str, float], str]:
+    """For a pool: a function that rests, or computes, for so many seconds."""
+
+    def spend(how: str, seconds: float) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if how == "rests":
+                time.sleep(0.01)
+        return how
+
+    return spend

@@ -18,6 +18,7 @@ from reward_tools import MINE, completion, make, mine, row, score, score_all
 from grpo.rewards import RewardError
 from grpo.rewards import pool as pool_module
 from grpo.rewards import process as process_module
+from grpo.rewards.base import RewardTimeoutError
 
 
 def test_a_function_gets_its_columns() -> None:
@@ -88,6 +89,35 @@ def test_a_function_that_never_returns_costs_its_deadline() -> None:
     assert rewards.stats()["reward/hangs/timeouts"] == 1
     with pytest.raises(RewardError, match=r"no answer within 0.5 s"):
         score(mine("hangs", timeout=0.5), "hang")
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "computes", "late"),
+    [
+        ("rests", 1.0, True, False),  # as it would, in the eyes of the clock, on a machine that has no time for it
+        ("rests", 1.0, False, True),
+        ("computes", 60.0, True, True),
+        ("rests", 60.0, True, True),  # for ever
+    ],
+)
+def test_a_deadline_of_what_only_computes_is_in_seconds_of_cpu(
+    how: str, seconds: float, computes: bool, late: bool
+) -> None:
+    async def call() -> Any:
+        pool = pool_module.Pool(
+            name="spend", target="my_rewards:prepare_deadline", options={}, workers=1, timeout=0.4, computes=computes
+        )
+        try:
+            await pool.ready()
+            return await pool.call(how, seconds)
+        finally:
+            await pool.close()
+
+    if late:
+        with pytest.raises(RewardTimeoutError, match=r"no answer within 0.4 s"):
+            asyncio.run(call())
+    else:
+        assert asyncio.run(call()) == how
 
 
 def test_a_function_that_allocates_without_end_hits_its_limit() -> None:
@@ -217,7 +247,7 @@ def test_two_workers_start_at_a_time_and_serve_whoever_is_first_in_line(monkeypa
             starting.append(len(pool._starting))
             await asyncio.sleep(0.01)
 
-        async def call(self, args: tuple[int], timeout: float) -> None:
+        async def call(self, args: tuple[int], timeout: float, *, computes: bool) -> None:
             served.append(args[0])
             await asyncio.sleep(0.05)
 

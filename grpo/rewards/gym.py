@@ -24,6 +24,7 @@ class ReasoningGym(IsolatedReward):
 
     KIND: ClassVar[str] = "reasoning_gym"
     TARGET: ClassVar[str] = "grpo.rewards.gym:prepare"
+    COMPUTES: ClassVar[bool] = True
 
     on_error: str = "unscored"
     after: str | None = None

@@ -21,6 +21,7 @@ class IsolatedReward(Reward):
 
     INLINE: ClassVar[bool] = False
     TARGET: ClassVar[str]
+    COMPUTES: ClassVar[bool] = False  # and waits for nothing: `timeout` counts its CPU, whatever else the machine does
 
     workers: int | None = None
     timeout: float = 5.0
@@ -53,6 +54,7 @@ class IsolatedReward(Reward):
             options=self.options(),
             workers=self.workers or max(1, min(16, len(os.sched_getaffinity(0)) // 2)),
             timeout=self.timeout,
+            computes=self.COMPUTES,
             memory_gb=self.memory_gb,
             slots=self.concurrency,
         )

@@ -41,6 +41,7 @@ class MathVerify(IsolatedReward):
     KIND: ClassVar[str] = "math_verify"
     NEEDS_ANSWER: ClassVar[bool] = True
     TARGET: ClassVar[str] = "grpo.rewards.math_verify:prepare"
+    COMPUTES: ClassVar[bool] = True
 
     on_error: str = "unscored"
     boxed: bool = True

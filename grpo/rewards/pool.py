@@ -26,7 +26,8 @@ class Pool:
     """`target` is `module:factory`; the function that factory(**options) returns in a worker is what `call` calls.
 
     workers: processes at most. slots: calls at once in each, for a coroutine (a plain function has one).
-    timeout: seconds per call. memory_gb: address space of each worker, None for no limit.
+    timeout: seconds per call; of the worker's CPU where the function only computes (`computes`), so that a busy machine
+    changes no verdict. memory_gb: address space of each worker, None for no limit.
 
     A call that finds no free slot waits in line, and starts another worker if there may be one. A worker that has
     started, or has a slot free again, takes the first in line.
@@ -40,12 +41,14 @@ class Pool:
         options: dict[str, Any],
         workers: int,
         timeout: float,
+        computes: bool = False,
         memory_gb: float | None = None,
         slots: int = 64,
     ) -> None:
         self.name = name
         self.workers = workers
         self.timeout = timeout
+        self.computes = computes
         self.slots = slots
         self._request = ("load", target, options, memory_gb, timeout)
         self._live: list[Worker] = []
@@ -69,7 +72,7 @@ class Pool:
         """The function's value. Raises RewardError for whatever went wrong."""
         worker = await self._take()
         try:
-            return await worker.call(args, timeout or self.timeout)
+            return await worker.call(args, timeout or self.timeout, computes=self.computes)
         except WorkerLostError:
             if worker.slots == 1:
                 raise
@@ -78,7 +81,7 @@ class Pool:
         async with self._alone:
             worker = await self._spawn(slots=1)
             try:
-                return await worker.call(args, timeout or self.timeout)
+                return await worker.call(args, timeout or self.timeout, computes=self.computes)
             finally:
                 await worker.close()
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import pickle
 import signal
@@ -14,14 +15,18 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from grpo.rewards.base import RewardError, RewardTimeoutError
 from grpo.rewards.worker import HEADER, pack
 
 log = logging.getLogger("grpo.rewards")
 
+T = TypeVar("T")
+
 START_TIMEOUT = 120.0  # seconds for a worker to import what it needs, on a busy machine
+PATIENCE = 10  # times its deadline that a call which only computes may take on a busy machine
 GRACE = 1.0  # seconds beyond a coroutine's deadline before its worker counts as blocked
 PRINTED = 200  # lines that a worker may print into the log
 READY = -1  # the number of the answer to "load"
@@ -80,16 +85,15 @@ class Worker:
         self._grace = GRACE if value == "coroutine" else 0.0
         self.slots = slots if value == "coroutine" else 1
 
-    async def call(self, args: tuple[Any, ...], timeout: float) -> Any:
-        """One call in one of the slots."""
+    async def call(self, args: tuple[Any, ...], timeout: float, *, computes: bool = False) -> Any:
+        """One call in one of the slots. computes: the deadline is in seconds of the worker's CPU, not of the clock."""
         if self.lost:
             raise WorkerLostError(self._how_it_ended())
         number = next(self._ids)
         answer = self._expect(number)
         try:
             self._writer.write(pack((number, args)))
-            async with asyncio.timeout(timeout + self._grace):
-                kind, value = await answer
+            kind, value = await self._in_time(answer, timeout, computes)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardError(f"a column cannot be sent to a worker: {error}") from error
         except TimeoutError:
@@ -118,6 +122,28 @@ class Worker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
+
+    async def _in_time(self, answer: "asyncio.Future[T]", timeout: float, computes: bool) -> T:
+        """The answer. Raises TimeoutError."""
+        begin, used = time.monotonic(), self._cpu_s() if computes else 0.0
+        left = timeout + self._grace
+        while not (await asyncio.wait({answer}, timeout=left))[0]:
+            if not computes or time.monotonic() - begin >= PATIENCE * timeout:
+                raise TimeoutError
+            left = timeout - (self._cpu_s() - used)
+            if left <= 0:
+                raise TimeoutError
+            left = max(left, 0.05)
+        return answer.result()
+
+    def _cpu_s(self) -> float:
+        """Seconds of CPU that the process has had; infinite when it is gone."""
+        assert self._process is not None
+        try:
+            fields = Path("/proc", str(self._process.pid), "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return math.inf
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _expect(self, number: int) -> "asyncio.Future[tuple[str, Any]]":
         self._pending[number] = future = asyncio.get_running_loop().create_future()

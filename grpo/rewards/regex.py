@@ -15,6 +15,7 @@ class Format(IsolatedReward):
 
     KIND: ClassVar[str] = "format"
     TARGET: ClassVar[str] = "grpo.rewards.regex:prepare"
+    COMPUTES: ClassVar[bool] = True
 
     pattern: str
     on_error: str = "unscored"

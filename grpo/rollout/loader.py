@@ -332,7 +332,7 @@ class Loader:
                     group.discarded = self.judge(group) if group.completions else "invalid"
                 except StreamEnded as ending:  # the group stays among the open ones: nobody will ask for it
                     with self._ready:
-                        self._ending = ending
+                        self._ending = self._ending or ending  # those that come after the first only repeat it
                         self._ready.notify_all()
                     return
         with self._ready:
