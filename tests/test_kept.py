@@ -22,7 +22,8 @@ from fake_faults import Fault
 from fake_server import FakeServer
 from plain_http import call
 
-from grpo.preflight import build, check_server
+from grpo.objects import build
+from grpo.preflight import check_server
 from grpo.rollout import guard
 from grpo.rollout import kept as kept_module
 from grpo.rollout import server as server_module

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from grpo import preflight
+from grpo import objects, preflight
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -57,7 +57,7 @@ def test_every_data_set_composes_and_its_object_is_made(data: str, tmp_path: Pat
     overrides += [f"data.path={tmp_path / 'rows.jsonl'}"] if data == "jsonl" else []
     overrides += ["data.path=somebody/something"] if data == "hub" else []
     cfg = composed(*overrides)
-    made = preflight.build(cfg.data, "data", object)
+    made = objects.build(cfg.data, "data", object)
     assert made.max_tokens > 0  # type: ignore[attr-defined]
 
 

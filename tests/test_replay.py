@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from grpo import preflight, token_record
+from grpo import objects, token_record
 from grpo.losses import PPOClip
 from grpo.losses.base import Loss
 from grpo.replay import session
@@ -51,7 +51,7 @@ def make_run(model: Path, folder: Path, *overrides: str) -> Path:
             max_staleness=2,
             temperature=0.8,
             lr=0.003,
-            loss=preflight.build_loss(OmegaConf.create(keys["loss"])),
+            loss=objects.build_loss(OmegaConf.create(keys["loss"])),
             minibatches=config.train.minibatches,
             scorer=Scorer(lambda ids: sum(ids) % 5 / 5),
             verify_every=0,

@@ -1,5 +1,6 @@
 """The audit: what a lenient or a harsh verifier does is shown, and a right one is left in peace."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,11 @@ def test_mistakes_are_one_line(
 ) -> None:
     assert main(["audit", "data=jsonl", set_of(tmp_path, "7"), *arguments]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_mistake_in_the_configuration_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "data=reasoning_gym", "data.reward=[{kind: number_match}]"]) == 2
+    assert re.fullmatch(r"error: data\.answer=null: .*number_match.*\n", capsys.readouterr().err)
 
 
 def test_the_default_data_set_passes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
 from grpo import checkpoint as checkpoints
-from grpo import preflight, token_record
+from grpo import objects, preflight, token_record
 from grpo.build import make_optimizer, make_policy
 from grpo.model import Policy
 from grpo.record import jsonable, write_atomic
@@ -61,7 +61,7 @@ def run(request: Request) -> dict[str, Any]:
         )
     losses = [_contender(OWN, [f"loss={OWN}"], config, facts["loss"])]
     losses += [_contender(name_of(asked), asked, config, facts["loss"]) for asked in request.losses]
-    model, train = preflight.build(config.model, "model", Model), preflight.build(config.train, "train", Train)
+    model, train = objects.build(config.model, "model", Model), objects.build(config.train, "train", Train)
     device = preflight.resolve_device(request.device or model.device)
     if device == "cpu" and train.threads:
         torch.set_num_threads(train.threads)
@@ -169,7 +169,7 @@ def _check_record(record: TokenRecord, version: int, path: Path) -> None:
 def _contender(name: str, overrides: list[str], config: DictConfig, own: dict[str, Any]) -> Contender:
     keys = loss_keys(overrides, config, own)
     try:
-        loss = preflight.build_loss(OmegaConf.create(keys))
+        loss = objects.build_loss(OmegaConf.create(keys))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return Contender(name, keys, loss)

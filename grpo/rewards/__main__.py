@@ -6,12 +6,14 @@ Compares the verifier of a data set with a strict text or number comparison and 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from hydra.utils import instantiate
 
+from grpo.cli import explain
 from grpo.data.base import Data
+from grpo.objects import build
 from grpo.rewards import audit
 from grpo.rewards.combined import Rewards
 
@@ -30,7 +32,7 @@ def main(arguments: list[str]) -> int:
         for line in run(options.overrides, options.rows, options.run, options.reward):
             print(line)
     except (ValueError, HydraException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {explain(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -39,7 +41,7 @@ def run(overrides: list[str], rows: int, folder: Path | None, name: str | None) 
     """The report. Raises ValueError for a mistake in the command line."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", overrides=overrides)
-    data = instantiate(config.data, _convert_="all")
+    data: Any = build(config.data, "data", object)
     if not isinstance(data, Data):
         raise ValueError("a mixture is audited part by part: data=<the part's name>")
     data.check()
