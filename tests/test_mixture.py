@@ -64,6 +64,41 @@ def test_each_part_is_scored_by_its_own_rewards(tmp_path: Path) -> None:
     assert stats["reward/numbers/number_match/mean"] == 1.0
 
 
+def test_a_part_with_turns_mixes_with_one_without(tmp_path: Path) -> None:
+    """Each prompt is played as its own part has it, and each completion scored so."""
+    counting = f"{Path(__file__).with_name('my_environments.py')}:Counting"
+    parts = {
+        "game": part(
+            tmp_path / "a.jsonl", [("p", "four")], environment=counting, reward="environment", template="chat"
+        ),
+        "plain": part(tmp_path / "b.jsonl", [("q", "4")]),
+    }
+    tokenizer = byte_tokenizer(chat=CHAT)
+    mixture = mixed(parts)
+    prompts = {p.row.partition("/")[0]: p for i in range(20) if (p := mixture.load(tokenizer, 0).train.prompt(i))}
+    environments = mixture.environments(tokenizer, [tokenizer.eos_token_id])
+    assert environments is not None
+
+    async def play(name: str) -> list[Any]:
+        prompt, sessions = await environments.begin(prompts[name], 2)
+        assert prompt.token_ids == prompts[name].token_ids
+        for session in sessions:
+            if session is not None:
+                await session.close()
+        return sessions
+
+    with environments:
+        assert [session is None for session in asyncio.run(play("plain"))] == [True, True]
+        assert [session is None for session in asyncio.run(play("game"))] == [False, False]
+    played = Completion(0, 0, [1], [0.0], [0], "stop", text="x")
+    played.earned = 0.5
+    right = Completion(1, 0, [1], [0.0], [0], "stop", text="4")
+    with mixture.rewards() as rewards:
+        asyncio.run(rewards.score(prompts["game"], played))
+        asyncio.run(rewards.score(prompts["plain"], right))
+    assert (played.reward, right.reward) == (0.5, 1.0)
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     one = part(tmp_path / "a.jsonl", [("p", "4")])
     with pytest.raises(ValueError, match=r"data.parts=\{\}: name at least one"):
