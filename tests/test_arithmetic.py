@@ -88,5 +88,5 @@ def test_digits_out_of_range_are_refused(digits: int) -> None:
 
 @pytest.mark.parametrize(("count", "digits", "most"), [(0, 6, 1024), (1025, 6, 1024), (51, 2, 50), (256, 2, 50)])
 def test_count_out_of_range_is_refused(count: int, digits: int, most: int) -> None:
-    with pytest.raises(ValueError, match=f"count={count}: with digits={digits}, 1 to {most} problems"):
+    with pytest.raises(ValueError, match=f"data.eval_rows={count}: with data.digits={digits}, 1 to {most} problems"):
         arithmetic.held_out_rows(count, digits)
