@@ -160,6 +160,7 @@ def main() -> None:
         rows = []
         with served(
             options.shape,
+            Path(temporary) / "model",  # never in what --keep leaves
             folder,
             device=device,
             dtype=options.dtype,

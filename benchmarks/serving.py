@@ -96,6 +96,7 @@ def random_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 @contextlib.contextmanager
 def served(
     shape: str,
+    model: Path,
     folder: Path,
     *,
     device: str,
@@ -106,8 +107,7 @@ def served(
     memory: float,
     eager: bool,
 ) -> Iterator[Served]:
-    """The server's log is folder/server.log, whose end is printed after a failure."""
-    model = folder / "model"
+    """model: where the weights go. The server's log is folder/server.log, whose end is printed after a failure."""
     vocabulary = make_model(shape, model, device)
     if device == "cuda":
         torch.cuda.empty_cache()

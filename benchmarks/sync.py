@@ -129,6 +129,7 @@ def main() -> None:
         folder = Path(temporary)
         with served(
             options.shape,
+            folder / "model",
             folder,
             device=device,
             dtype=dtype,
