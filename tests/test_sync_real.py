@@ -5,6 +5,7 @@ The servers are shared (real_servers.py), so each test begins with a sync of its
 
 import contextlib
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TIMEOUT = 60.0
 LONG = 800  # tokens of a request that lives through syncs
+ATTEMPTS = 5  # at being in time: on a busy machine the server can finish before this process has its turn
 PROMPTS = [[12, 7, 30, 22, 9], [3, 3, 41], [50, 8, 8, 19, 33, 2, 27]]
 
 
@@ -145,19 +147,12 @@ def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_vers
     """CASES 31: with pause=keep, each token's logprob is that of a full recompute under the weights of its label."""
     rig.sync.reattach()  # again is allowed
     seeds = {20: 21, 21: 22, 22: 23, 23: 24}
-    rig.trained.draw(seeds[20])
-    rig.sync.sync(20)
-    with ThreadPoolExecutor(24) as pool:
-        open_requests: list[tuple[list[int], Future[dict[str, Any]]]] = []
-        for i in range(24):
-            prompt = PROMPTS[i % 3]
-            open_requests.append((prompt, pool.submit(rig.generate, prompt, max_tokens=LONG, seed=100 + i)))
-        for version in (21, 22, 23):
-            wait_for_tokens(rig, 24 * 95)  # more than vLLM computes at once (2048), when all are computed again
-            rig.trained.draw(seeds[version])
-            rig.sync.sync(version)
-        choices = [(prompt, request.result(timeout=120)) for prompt, request in open_requests]
-    assert [len(c["weight_versions"]) for _, c in choices] == [4] * 24
+    for _ in range(ATTEMPTS):
+        choices = generate_through_syncs(rig, seeds)
+        if all(len(choice["weight_versions"]) == len(seeds) for _, choice in choices):
+            break
+    else:
+        pytest.fail(f"in {ATTEMPTS} attempts the requests ended before the syncs")
     for version, seed in seeds.items():
         rig.trained.draw(seed)
         for prompt, choice in choices:
@@ -167,6 +162,24 @@ def test_every_token_of_requests_that_live_through_syncs_is_of_its_labelled_vers
             part = slice(span["start"], span["end"])
             assert span["end"] > span["start"]
             assert (ours[part] - theirs[part]).abs().max() < 1e-4, (version, span)
+
+
+def generate_through_syncs(rig: Rig, seeds: dict[int, int]) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and their choices; a sync of each version but the first while they are generated, if we are in time."""
+    first, *later = seeds
+    rig.trained.draw(seeds[first])
+    rig.sync.sync(first)
+    with ThreadPoolExecutor(24) as pool:
+        open_requests: list[tuple[list[int], Future[dict[str, Any]]]] = []
+        for i in range(24):
+            prompt = PROMPTS[i % 3]
+            open_requests.append((prompt, pool.submit(rig.generate, prompt, max_tokens=LONG, seed=100 + i)))
+        for version in later:
+            wait_for_tokens(rig, 24 * 95)  # more than vLLM computes at once (2048), when all are computed again
+            rig.control.post("/pause", params={"mode": "keep"}, timeout=TIMEOUT)  # drawing may take long beside others
+            rig.trained.draw(seeds[version])
+            rig.sync.sync(version)
+        return [(prompt, request.result(timeout=120)) for prompt, request in open_requests]
 
 
 def test_pause_wait_lets_open_requests_finish_and_holds_new_ones_back(
@@ -179,8 +192,21 @@ def test_pause_wait_lets_open_requests_finish_and_holds_new_ones_back(
     def late() -> dict[str, Any]:
         while not rig.paused():
             time.sleep(0.001)
-        return rig.generate(PROMPTS[0], seed=90)
+        with ThreadPoolExecutor(1) as own:
+            answer = own.submit(rig.generate, PROMPTS[0], seed=90)
+            with pytest.raises(TimeoutError):
+                answer.result(timeout=0.2)  # a paused server does not answer
+            waiting.set()
+            return answer.result(timeout=120)
 
+    waiting = threading.Event()
+    transfer = rig.sync.transfer
+
+    def once_one_waits(version: int) -> None:
+        assert waiting.wait(TIMEOUT)
+        transfer(version)
+
+    monkeypatch.setattr(rig.sync, "transfer", once_one_waits)
     with ThreadPoolExecutor(13) as pool:
         early = [pool.submit(rig.generate, PROMPTS[0], max_tokens=200, seed=80 + i) for i in range(12)]
         wait_for_tokens(rig, 12 * 20)
@@ -197,10 +223,12 @@ def test_pause_wait_lets_open_requests_finish_and_holds_new_ones_back(
 
 
 def wait_for_tokens(rig: Rig, tokens: int) -> None:
-    """Until the server has generated so many more tokens."""
-    start, deadline = generated(rig), time.monotonic() + TIMEOUT
-    while generated(rig) < start + tokens:
-        assert time.monotonic() < deadline, "the requests ended before the syncs"
+    """Until the server has generated so many more tokens, or has nothing left to generate."""
+    start = before = generated(rig)
+    still = 0  # looks in a row that saw no new token
+    while (now := generated(rig)) < start + tokens and still < 300:
+        still = 0 if now > before else still + 1
+        before = now
         time.sleep(0.01)
 
 
