@@ -47,6 +47,7 @@ class Variant:
     budget: int  # tokens of a micro-batch
     checkpointing: Checkpointing = "none"
     compile: bool = False
+    attention: str = "torch"
     static: bool = False  # T filled up to the budget, and layers specialised for it
     one_pass: bool = True  # `Policy.backward` rather than `Policy.logprobs` and a backward pass
     optimizer: bool = False  # AdamW with its state, and its step in the time
@@ -55,6 +56,7 @@ class Variant:
 
 VARIANTS = [
     Variant("packed compiled 8k", 8192, compile=True, profile=True),
+    Variant("packed compiled 8k, flash4", 8192, compile=True, attention="flash4", profile=True),
     Variant("packed compiled 8k, static T", 8192, compile=True, static=True),
     Variant("packed compiled 8k, two passes", 8192, compile=True, one_pass=False),
     Variant("packed compiled 11k", 11008, compile=True),
@@ -62,6 +64,7 @@ VARIANTS = [
     Variant("selective compiled 8k", 8192, "selective", compile=True),
     Variant("selective compiled 4k", 4096, "selective", compile=True),
     Variant("full compiled 8k", 8192, "full", compile=True),
+    Variant("full compiled 8k, flash4", 8192, "full", compile=True, attention="flash4"),
     Variant("full compiled 8k, with AdamW's step", 8192, "full", compile=True, optimizer=True),
 ]
 
@@ -164,7 +167,12 @@ def by_row(micro_batches: list[MicroBatch], values: list[Tensor]) -> dict[int, T
 def run_variant(v: Variant, folder: Path, rows: list[Sequence], device: str, repeats: int) -> dict[str, Any]:
     torch._dynamo.reset()
     policy = Policy(
-        folder, dtype="bfloat16", device=device, checkpointing=v.checkpointing, compile=v.compile and not v.static
+        folder,
+        dtype="bfloat16",
+        device=device,
+        checkpointing=v.checkpointing,
+        compile=v.compile and not v.static,
+        attention=v.attention,
     )
     if v.static:
         for layer in policy.body.layers:
@@ -282,9 +290,11 @@ def profile(run: Callable[[], None]) -> list[tuple[float, int, str]]:
     return [(e.self_device_time_total / 1e3, e.count, e.key[:110]) for e in events[:25]]
 
 
-def one_by_one(folder: Path, rows: list[Sequence], device: str, budget: int) -> dict[str, float]:
+def one_by_one(
+    folder: Path, rows: list[Sequence], device: str, budget: int, attention: str = "torch"
+) -> dict[str, float]:
     """Packed against each sequence alone, eager, forward only: how many logprobs differ at all, and by how much."""
-    policy = Policy(folder, dtype="bfloat16", device=device)
+    policy = Policy(folder, dtype="bfloat16", device=device, attention=attention)
     results = []
     with torch.no_grad():
         for tokens in (budget, 1):
@@ -332,13 +342,16 @@ def main() -> None:
         save_model(shape, folder, device)
         rows = make_batch(*workload, vocabulary=512 if shape == "tiny" else 151_936)
         tokens = sum(map(len, rows))
-        alone = one_by_one(folder, rows, device, 64 if options.tiny else 8192)
+        alone = {
+            kernel: one_by_one(folder, rows, device, 64 if options.tiny else 8192, kernel)
+            for kernel in dict.fromkeys(v.attention for v in variants)
+        }
         jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
             ("plain, 4 at once", lambda: plain(folder, rows, device, 4, max(1, options.repeats - 1)))
         ]
         jobs += [(v.name, lambda v=v: run_variant(v, folder, rows, device, options.repeats)) for v in variants]  # type: ignore[misc]
         reference: dict[str, Any] | None = None
-        parameters = int(alone.pop("parameters"))
+        parameters = int(next(iter(alone.values()))["parameters"])
         kernels: list[tuple[float, int, str]] = []
         about: dict[str, Any] = {
             "environment": measure.environment(device),

@@ -1,8 +1,9 @@
 """Causal attention over sequences packed end to end, for any transformers model: the implementation "grpo_packed".
 
 transformers calls the function below with queries of the whole pack, [1, heads, T, head_dim]. On CUDA in half precision
-it hands them to torch's variable-length kernel; elsewhere it lays the sequences out as rows padded on the right, where
-causality alone keeps the padding from being seen, runs scaled_dot_product_attention, and takes the tokens back out.
+it hands them to torch's variable-length kernel, or to another of `KERNELS`; elsewhere it lays the sequences out as rows
+padded on the right, where causality alone keeps the padding from being seen, runs scaled_dot_product_attention, and
+takes the tokens back out.
 
 Features of an attention that neither way computes are refused, never ignored: soft-capping, sinks, position biases,
 attention that is not causal. Sliding windows are right on both.
@@ -10,7 +11,9 @@ attention that is not causal. Sliding windows are right on both.
 Shapes: T tokens of the pack, B sequences, L the longest, H heads, D head dimension.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from grpo import flash4
 
 NAME = "grpo_packed"
 
@@ -62,6 +67,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    kernel: "Kernel | None" = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. The signature is transformers' own."""
@@ -78,21 +84,17 @@ def packed_attention(
     if packed_gather_BL is not None and packed_slots_T is not None:
         out_THD = _rows(query, key, value, packed_gather_BL, packed_slots_T, scaling, sliding_window)
     elif cu_seq_lens_q is not None and max_length_q is not None:
-        out_THD = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        # A window of W counts the token itself; the kernels count what lies to its left.
+        left = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
+        q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        out_THD = (kernel or _varlen)(q_THD, k_THD, v_THD, cu_seq_lens_q, max_length_q, scaling, left)
     else:
         raise ValueError(f"{type(module).__name__} does not hand the sequences' borders to its attention")
     return out_THD.unsqueeze(0), None
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
-) -> Tensor:
-    # A window of W counts the token itself; the kernel counts what lies to its left.
-    left = -1 if window is None or window >= longest else window - 1
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0), **_GROUPED
-    )
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, left: int) -> Tensor:
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0), **_GROUPED)
     assert isinstance(out, Tensor)
     return out
 
@@ -117,4 +119,15 @@ def _rows(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, slots_T)
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
+KERNELS: dict[str, Kernel] = {"torch": _varlen, "flash4": flash4.attend}  # model.attention
+
+
+def implementation(kernel: str) -> str:
+    """Its name for transformers."""
+    return f"{NAME}_{kernel}"
+
+
 AttentionInterface.register(NAME, packed_attention)
+for name, kernel in KERNELS.items():
+    AttentionInterface.register(implementation(name), functools.partial(packed_attention, kernel=kernel))

@@ -27,7 +27,13 @@ def make_policy(
 ) -> Policy:
     """The model at `path`: the initial weights or a checkpoint."""
     compile = device != "cpu" if model.compile == "auto" else bool(model.compile)
-    settings = {"dtype": model.dtype, "checkpointing": model.checkpointing, "compile": compile, "trainable": trainable}
+    settings = {
+        "dtype": model.dtype,
+        "checkpointing": model.checkpointing,
+        "compile": compile,
+        "attention": model.attention,
+        "trainable": trainable,
+    }
     policy = _policy("policy", team, path, device, settings)
     policy.tokenizer = tokenizer
     return policy
@@ -35,7 +41,8 @@ def make_policy(
 
 def make_reference(path: str | Path, model: Model, device: str, team: "Team | None" = None) -> Policy:
     """The policy that a KL penalty pulls to."""
-    return _policy("reference", team, path, device, {"dtype": model.dtype, "trainable": False})
+    settings = {"dtype": model.dtype, "attention": model.attention, "trainable": False}
+    return _policy("reference", team, path, device, settings)
 
 
 def _policy(name: str, team: "Team | None", path: str | Path, device: str, settings: dict[str, Any]) -> Policy:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from grpo import attention
+from grpo import flash4
+from grpo.attention import implementation, packing
 from grpo.batch import MicroBatch, Sequence, pack
 from grpo.linear import accumulate_in_products
 from grpo.logprobs import BlockLoss, block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
@@ -36,8 +37,8 @@ class Policy:
     `checkpointing` trades time for memory: "full" keeps each layer's input and its attention, whose kernels are the
     slowest for what they give, and computes the rest of the layer again in the backward pass; "selective" also keeps
     the narrow products, and computes the wide products of the MLP again.
-    `compile` compiles the layers (for CUDA; worth it when micro-batches have few different T). `tokenizer` is only
-    stored, to be saved with the model.
+    `compile` compiles the layers (for CUDA; worth it when micro-batches have few different T). `attention` is the
+    kernel on CUDA in half precision, "torch" or "flash4". `tokenizer` is only stored, to be saved with the model.
 
     Raises ValueError for a model that this class would compute wrongly, naming its type.
     """
@@ -50,6 +51,7 @@ class Policy:
         device: str | torch.device = "cpu",
         checkpointing: Checkpointing = "none",
         compile: bool = False,
+        attention: str = "torch",
         trainable: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
@@ -59,7 +61,10 @@ class Policy:
             raise ValueError(f"model.checkpointing={checkpointing!r} must be none, selective or full")
         self.device, self.dtype, self.tokenizer = torch.device(device), getattr(torch, dtype), tokenizer
         self.trainable = trainable
-        self.model = _load(str(path), self.dtype).eval()
+        if attention == "flash4" and (reason := flash4.missing(self.device, self.dtype)):
+            raise ValueError(f"model.attention=flash4: {reason}; or set model.attention=torch")
+        self._attention = implementation(attention)
+        self.model = _load(str(path), self.dtype, self._attention).eval()
         self.config = self.model.config
         self.body, self.head = self.model.base_model, self.model.get_output_embeddings()
         if not trainable:
@@ -137,7 +142,7 @@ class Policy:
 
     def hidden(self, mb: MicroBatch) -> Tensor:
         """Hidden states [N, D] at the positions that predict the trained tokens, differentiable."""
-        borders = attention.packing(mb.cu_seqlens, mb.max_seqlen, self.dtype)
+        borders = packing(mb.cu_seqlens, mb.max_seqlen, self.dtype)
         output = self.body(input_ids=mb.ids_T[None], position_ids=mb.positions_T[None], use_cache=False, **borders)
         return output.last_hidden_state.squeeze(0).index_select(0, mb.predict_N)
 
@@ -220,7 +225,7 @@ class Policy:
                     "which the trainer does not compute; choose another model.path"
                 )
             own.append(logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1))
-        self.model.set_attn_implementation(attention.NAME)
+        self.model.set_attn_implementation(self._attention)
         difference = float((torch.cat([own[row] for row in mb.rows]) - ours_N).abs().max())
         # bfloat16 keeps 8 bits, and two kernels round differently in every layer; a wrong mask is off by nats.
         bound = 1e-3 if self.dtype != torch.bfloat16 else 0.5
@@ -231,10 +236,10 @@ class Policy:
             )
 
 
-def _load(path: str, dtype: torch.dtype) -> Any:
+def _load(path: str, dtype: torch.dtype, attention: str) -> Any:
     config = AutoConfig.from_pretrained(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
         raise ValueError(f"model.path={path!r} (type {config.model_type!r}) cannot be trained: {error}") from error
 
@@ -298,5 +303,6 @@ def _keep(_context: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
 
 _ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.grpo.flash4.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }

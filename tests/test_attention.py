@@ -1,6 +1,7 @@
 """Packed attention equals plain transformers run on one sequence at a time: values and gradients, in float64."""
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo import attention
-from grpo.attention import NAME, packed_attention, packing
+from grpo import attention, flash4
+from grpo.attention import KERNELS, NAME, implementation, packed_attention, packing
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -172,14 +173,52 @@ def test_the_kernel_is_called_as_its_torch_wants(
     torch.testing.assert_close(through_kernel, through_rows, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_another_kernel_gets_the_same_arguments(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, left: int) -> Tensor:
+        return reference_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, left, scale)
+
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, sum(LENGTHS), 8, dtype=torch.float64, generator=draw)
+    k, v = torch.randn(2, 1, 2, sum(LENGTHS), 8, dtype=torch.float64, generator=draw)
+    given = {"scaling": 0.3, "sliding_window": window}
+    on_gpu = {"cu_seq_lens_q": borders(LENGTHS), "max_length_q": 16, "kernel": kernel}
+    through_kernel, _ = packed_attention(Layer(), q, k, v, None, **given, **on_gpu)
+    through_rows, _ = packed_attention(Layer(), q, k, v, None, **given, **packing(borders(LENGTHS), 12, torch.float64))
+    torch.testing.assert_close(through_kernel, through_rows, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "said"),
+    [
+        ("cpu", torch.bfloat16, (9, 0), "needs a GPU, and the model is on cpu"),
+        ("cuda", torch.float32, (9, 0), "model.dtype=float32"),
+        ("cuda", torch.bfloat16, (8, 6), "this GPU has 8.6"),
+        ("cuda", torch.bfloat16, (9, 0), "pip install flash-attn-4"),
+    ],
+)
+def test_where_flash4_cannot_run_is_said(
+    device: str, dtype: torch.dtype, capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert said in str(flash4.missing(torch.device(device), dtype))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert flash4.missing(torch.device("cuda"), torch.bfloat16) is None or capability < (9, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_cuda_packed_equals_alone_and_float64(kind: str) -> None:
+def test_cuda_packed_equals_alone_and_float64(kind: str, kernel: str) -> None:
+    if kernel == "flash4" and (reason := flash4.missing(torch.device("cuda"), torch.bfloat16)):
+        pytest.skip(reason)
     config = copy.deepcopy(CONFIGS[kind])
     config.head_dim = 64
     torch.manual_seed(0)
-    narrow = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME).cuda().eval()
+    narrow = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation(kernel))
+    narrow = narrow.cuda().eval()
     exact = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), dtype=torch.float64, attn_implementation="sdpa"
     ).eval()

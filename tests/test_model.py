@@ -378,3 +378,8 @@ def test_cuda_equals_the_cpu(folder: Path, dtype: str, compile: bool, checkpoint
     for name, gradient in gradients(exact).items():
         assert (ours[name].cpu() - gradient).norm() < (1e-3 if dtype == "float32" else 0.2) * gradient.norm(), name
     assert optimizer.step() > 0
+
+
+def test_attention_that_cannot_run_here_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.attention=flash4: .*; or set model\.attention=torch"):
+        Policy(folder, attention="flash4")
