@@ -216,7 +216,7 @@ def make(
     from grpo.seeds import seed_everything
     from grpo.step import TrainStep
     from grpo.sync import make_sync
-    from grpo.token_record import TokenRecorder, replay_facts
+    from grpo.token_record import recorder_of, replay_facts
     from grpo.trainer import Trainer
     from grpo.types import Sampling
 
@@ -282,7 +282,7 @@ def make(
     if environments is not None:
         stack.enter_context(environments)
     if train.record_tokens:
-        recorder.tokens = TokenRecorder(folder, replay_facts(config, plan.model_path, scorer.weights))
+        recorder.tokens = recorder_of(folder, replay_facts(config, plan.model_path, scorer.weights), tokenizer)
     loader = Loader(
         source=data.train,
         client=client,
@@ -369,6 +369,7 @@ def make(
         reward_weights=scorer.weights,
         pad_to=policy.pad_to,
         check=loader.check,
+        keep_logprobs=train.record_tokens,
     )
     return Trainer(
         step_fn=step_fn,

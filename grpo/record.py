@@ -161,6 +161,7 @@ class Recorder:
                 "finish_reason": c.finish_reason,
                 "outcome": c.outcome,
                 **turns(c),
+                **log_ratio(c),
             }
             for group in groups
             for c in group.completions
@@ -267,6 +268,14 @@ class Recorder:
 def turns(completion: Completion) -> dict[str, Any]:
     """The turns of a completion for its line; nothing for one without an environment."""
     return {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
+
+
+def log_ratio(completion: Completion) -> dict[str, Any]:
+    """Policy - sampler at the token where they differ most; nothing where tokens are not recorded or not trained."""
+    if not completion.policy_logprobs:
+        return {}
+    pairs = zip(completion.policy_logprobs, completion.logprobs, strict=True)
+    return {"log_ratio": max((policy - sampler for policy, sampler in pairs), key=abs)}
 
 
 FILES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl", "eval_rollouts.jsonl")

@@ -38,6 +38,7 @@ class TrainStep:
     temperature: of the sampler; logprobs are of the tempered distribution (law 4). reward_weights: by name, for gdpo.
     pad_to: micro-batches are filled up to a multiple of this many tokens (compiled layers want few lengths).
     check: called between micro-batches; raises what has failed elsewhere, so that a long step does not hide it.
+    keep_logprobs: leave the policy's logprobs with the completions, for the record of tokens.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class TrainStep:
         reward_weights: dict[str, float],
         pad_to: int | None = None,
         check: Callable[[], None] = lambda: None,
+        keep_logprobs: bool = False,
     ) -> None:
         assert not loss.needs_reference or reference is not None, "the loss needs a reference policy"
         self.policy = policy
@@ -67,6 +69,7 @@ class TrainStep:
         self.reward_weights = reward_weights
         self.pad_to = pad_to
         self.check = check
+        self.keep_logprobs = keep_logprobs
 
     def __call__(self, groups: list[Group], version: int) -> dict[str, float]:
         """Train on the kept groups; book every completion's tokens; the step's metrics.
@@ -80,8 +83,10 @@ class TrainStep:
         for number, part in enumerate(batch.parts):
             if part:
                 self._optimizer_step(batch, number, metrics)
+        kept = _policy_logprobs(batch, metrics) if self.keep_logprobs else {}
         for group in groups:
             for completion in group.completions:
+                completion.policy_logprobs = kept.get(_name(completion), [])
                 self.ledger.settle_completion(completion, batch.outcomes[id(completion)])
         return metrics.result() | {"lr": rate, "optimizer_steps": sum(map(bool, batch.parts))}
 
@@ -116,7 +121,7 @@ class TrainStep:
         micro_batches = self.policy.pack(
             sequences, tokens_per_microbatch=self.tokens_per_microbatch, pad_to=self.pad_to
         )
-        names = [f"{c.group}/{c.index}" for _, c in chosen]
+        names = [_name(c) for _, c in chosen]
         return [(mb.to(self.policy.device), [names[row] for row in mb.rows]) for mb in micro_batches]
 
     def _logprobs(self, part: "Part") -> list[Tensor]:
@@ -193,6 +198,19 @@ def _cut(items: list[tuple[Group, Completion]], parts: int) -> list[list[tuple[G
     parts = max(1, min(parts, len(items)))
     borders = [len(items) * i // parts for i in range(parts + 1)]
     return [items[a:b] for a, b in itertools.pairwise(borders)]
+
+
+def _name(completion: Completion) -> str:
+    return f"{completion.group}/{completion.index}"
+
+
+def _policy_logprobs(batch: Prepared, metrics: "StepMetrics") -> dict[str, list[float]]:
+    """By sample: logprobs of its trained tokens under the policy before the first update."""
+    found: dict[str, list[float]] = {}
+    micro_batches = [pair for part in batch.parts for pair in part]
+    for (mb, names), logprobs_N in zip(micro_batches, metrics.arrays.get("logprobs_N", []), strict=True):
+        found |= {name: part.tolist() for name, part in zip(names, logprobs_N.cpu().split(mb.lengths), strict=True)}
+    return found
 
 
 def _bad_samples(inputs_of: list[tuple[LossInputs, list[str]]]) -> str:

@@ -1,26 +1,28 @@
 """What each step consumed, token by token, so that it can be computed again (`grpo.replay`): train.record_tokens=true.
 
     tokens/step_000021.safetensors      one file a step, written aside and renamed: a file that is there is whole
+    tokens/tokenizer.json               of the `tokenizers` package, so that ids are texts wherever the folder goes
 
 Arrays in stream order; a prompt is there once for its group (G groups, C completions, P prompt, T completion tokens):
 
     prompt_ids [P], prompt_lengths [G], places [G] (in the stream), group_sizes [G] (completions), discarded [G]
     completion_ids [T], completion_lengths, indices, finish_reasons, outcomes [C]
     logprobs float32 (the sampler's), lags (the step's version - the token's) [sampled tokens, T without observations]
+    policy_logprobs float32 (the trainer's before the batch's first update; NaN: not trained) [sampled tokens]
     turns [C] (how many; 0 without an environment), turn_tokens, turn_by_policy [all turns]
     rewards, advantages, rewards/<name> [C] float64 (NaN: not scored)
 
 discarded, finish_reasons and outcomes are codes into lists of words in the header.
 
-Whole numbers have the narrowest type that holds them: with a vocabulary up to 65,536 a token takes 7 bytes, else 9. The
-header holds the step, the version it trained at, and the facts that belong to the numbers (loss, temperature, ...), as
-JSON. safetensors is a table of offsets and raw bytes: reading runs no code.
+Whole numbers have the narrowest type that holds them: with a vocabulary up to 65,536 a token takes 11 bytes, else 13.
+The header holds the step, the version it trained at, and the facts that belong to the numbers (loss, temperature, ...),
+as JSON. safetensors is a table of offsets and raw bytes: reading runs no code.
 
 Left out: texts and columns, which rollouts.jsonl and the data have.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from safetensors.numpy import save
 from grpo.types import Completion, Group, Prompt, Turn
 
 FOLDER = "tokens"
+TOKENIZER = "tokenizer.json"
 FORMAT = "1"
 
 
@@ -71,6 +74,16 @@ class TokenRecorder:
         return aside.replace(target)
 
 
+def recorder_of(folder: Path, facts: dict[str, Any], tokenizer: Any) -> TokenRecorder:
+    """The recorder of a run, with its tokenizer (a transformers one) beside the records, if that has a Rust half."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        target = folder / FOLDER / TOKENIZER
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(backend.to_str(), encoding="utf-8")
+    return TokenRecorder(folder, facts)
+
+
 def replay_facts(config: dict[str, Any], model: str, reward_weights: dict[str, float]) -> dict[str, Any]:
     """What `grpo.replay` needs to know of a run: `config` is resolved, `model` where the initial weights are."""
     return {
@@ -99,8 +112,11 @@ def cut_back(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def read(folder: Path, step: int) -> TokenRecord:
-    """The record of a step. Raises ValueError for one that is not there or damaged."""
+def read(folder: Path, step: int, places: Collection[int] | None = None) -> TokenRecord:
+    """The record of a step, or of its groups at these places of the stream.
+
+    Raises ValueError for one that is not there or damaged.
+    """
     path = file_of(folder, step)
     try:
         with safe_open(path, "np") as file:
@@ -108,9 +124,9 @@ def read(folder: Path, step: int) -> TokenRecord:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}, this version reads {FORMAT!r}")
-        groups = _groups(arrays, header)
-        advantages = _optional(arrays["advantages"])
-        outcomes = [header["outcomes"][code] for code in arrays["outcomes"]]
+        groups, chosen = _groups(arrays, header, places)
+        advantages = _optional(arrays["advantages"][chosen])
+        outcomes = [header["outcomes"][code] for code in arrays["outcomes"][chosen]]
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no record of step {step} (train.record_tokens=true makes them)") from None
     except (SafetensorError, OSError, ValueError, KeyError, IndexError, AssertionError) as error:
@@ -141,6 +157,9 @@ def _arrays(version: int, groups: Sequence[Group]) -> tuple[dict[str, NDArray[An
         "completion_lengths": _whole([len(c.token_ids) for c in completions]),
         "logprobs": np.array([x for c in completions for x in c.logprobs], np.float32),
         "lags": _whole([version - x for c in completions for x in c.versions]),
+        "policy_logprobs": np.array(
+            [x for c in completions for x in c.policy_logprobs or [np.nan] * len(c.logprobs)], np.float32
+        ),
         "turns": _whole([len(c.turns) for c in completions]),
         "turn_tokens": _whole([turn.tokens for c in completions for turn in c.turns]),
         "turn_by_policy": _whole([turn.by_policy for c in completions for turn in c.turns]),
@@ -153,46 +172,54 @@ def _arrays(version: int, groups: Sequence[Group]) -> tuple[dict[str, NDArray[An
     return arrays, words
 
 
-def _groups(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> list[Group]:
+def _groups(
+    arrays: dict[str, NDArray[Any]], header: dict[str, Any], places: Collection[int] | None
+) -> tuple[list[Group], list[int]]:
+    """The groups, and which of the record's completions are theirs."""
     version = header["version"]
     prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
     ids = _split(arrays["completion_ids"], arrays["completion_lengths"])
     tokens, by_policy = (_split(arrays[name], arrays["turns"]) for name in ("turn_tokens", "turn_by_policy"))
-    turns = [
-        [Turn(bool(sampled), count, "") for sampled, count in zip(*pair, strict=True)]
-        for pair in zip(by_policy, tokens, strict=True)
-    ]
     counts = [
-        sum(turn.tokens for turn in own if turn.by_policy) if own else len(row)
-        for own, row in zip(turns, ids, strict=True)
+        int(own[sampled.astype(bool)].sum()) if len(own) else len(row)
+        for own, sampled, row in zip(tokens, by_policy, ids, strict=True)
     ]
     logprobs, lags = (_split(arrays[name], np.array(counts, np.int64)) for name in ("logprobs", "lags"))
+    policy = _split(arrays["policy_logprobs"], np.array(counts, np.int64)) if "policy_logprobs" in arrays else None
     rewards = _optional(arrays["rewards"])
     by_name = {name.removeprefix("rewards/"): _optional(x) for name, x in arrays.items() if name.startswith("rewards/")}
-    reasons = [header["finish_reasons"][code] for code in arrays["finish_reasons"]]
     discarded = [header["discarded"][code] or None for code in arrays["discarded"]]
     assert int(arrays["group_sizes"].sum()) == len(ids) == len(rewards), "as many completions as the groups say"
     groups = []
+    chosen: list[int] = []
     at = 0
     for number, (place, size) in enumerate(zip(arrays["places"].tolist(), arrays["group_sizes"].tolist(), strict=True)):
+        own = range(at, at + size)
+        at += size
+        if places is not None and place not in places:
+            continue
+        chosen += own
         completions = [
             Completion(
                 group=place,
                 index=int(arrays["indices"][i]),
-                token_ids=ids[i],
-                logprobs=logprobs[i],
-                versions=[version - lag for lag in lags[i]],
-                finish_reason=reasons[i],
+                token_ids=ids[i].tolist(),
+                logprobs=logprobs[i].tolist(),
+                versions=[version - lag for lag in lags[i].tolist()],
+                finish_reason=header["finish_reasons"][arrays["finish_reasons"][i]],
                 reward=rewards[i],
                 rewards={name: values[i] for name, values in by_name.items()},
-                turns=turns[i],
+                turns=[
+                    Turn(bool(sampled), count, "")
+                    for sampled, count in zip(by_policy[i].tolist(), tokens[i].tolist(), strict=True)
+                ],
+                policy_logprobs=[] if policy is None or np.isnan(policy[i]).any() else policy[i].tolist(),
             )
-            for i in range(at, at + size)
+            for i in own
         ]
-        prompt = Prompt(place, "", "", prompts[number], {})
+        prompt = Prompt(place, "", "", prompts[number].tolist(), {})
         groups.append(Group(place, prompt, completions, discarded[number]))
-        at += size
-    return groups
+    return groups, chosen
 
 
 def _whole(values: list[int]) -> NDArray[Any]:
@@ -213,7 +240,7 @@ def _optional(values: NDArray[Any]) -> list[float | None]:
     return [None if np.isnan(value) else float(value) for value in values]
 
 
-def _split(flat: NDArray[Any], lengths: NDArray[Any]) -> list[list[Any]]:
+def _split(flat: NDArray[Any], lengths: NDArray[Any]) -> list[NDArray[Any]]:
     borders = np.cumsum(lengths.astype(np.int64))
     assert borders[-1:].sum() == len(flat), "the lengths add up to the tokens"
-    return [part.tolist() for part in np.split(flat, borders[:-1])] if len(lengths) else []
+    return np.split(flat, borders[:-1]) if len(lengths) else []

@@ -50,7 +50,8 @@ class Completion:
     many).
 
     `turns` is empty without an environment: then every token was sampled. `text` is the policy's last answer, which is
-    what rewards read. `earned` is the sum of what the environment gave; None is "not scored".
+    what rewards read. `earned` is the sum of what the environment gave; None is "not scored". `policy_logprobs` are the
+    trainer's for the sampled tokens, before the batch's first update; only where they are recorded (`TrainStep`).
     """
 
     group: int
@@ -66,6 +67,7 @@ class Completion:
     outcome: str = IN_FLIGHT
     turns: list[Turn] = field(default_factory=list)
     earned: float | None = None
+    policy_logprobs: list[float] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,7 @@ run begins with other weights than its server was started from, so that everythi
 """
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from grpo.replay.__main__ import main as replay
-from grpo.token_record import recorded_steps
+from grpo.token_record import read, recorded_steps
 
 pytest_plugins = ["real_servers"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -196,10 +197,25 @@ def test_completions_live_through_syncs_and_their_ratio_stays_exact(
     assert survived > 50
     old = [line["lag_2/kl"] for line in metrics if "lag_2/kl" in line]
     assert max(old) > 1e-4  # the weights did change meanwhile: a ratio of 1 is no matter of course
+    check_tokens(run)
     assert replay([str(run.folder), "loss=tis"]) == 0  # step 7 at checkpoint 6: the run's own numbers came out
     (step,) = json.loads((run.folder / "replay.json").read_text())["steps"]
     assert step["proof"]["figures"].keys() >= {"loss", "grad_norm", "kl/sampler"}
     assert step["losses"][1]["metrics"]["lag/max"] >= 1
+
+
+def check_tokens(run: Run) -> None:
+    """The policy's logprobs that are recorded: of each trained token, equal to the sampler's at lag 0; k3 as logged."""
+    for line in run.lines("metrics"):
+        record = read(run.folder, line["step"])
+        k3: dict[int, list[float]] = {}
+        for c in (c for g in record.groups for c in g.completions):
+            assert len(c.policy_logprobs) == len(c.logprobs)
+            for policy, sampler, version in zip(c.policy_logprobs, c.logprobs, c.versions, strict=True):
+                k3.setdefault(record.version - version, []).append(math.expm1(policy - sampler) - (policy - sampler))
+                assert record.version > version or policy == pytest.approx(sampler, abs=1e-4)
+        for lag, values in k3.items():
+            assert sum(values) / len(values) == pytest.approx(line[f"lag_{lag}/kl"], rel=1e-3, abs=1e-9)
 
 
 def test_pause_wait_lets_requests_finish(attached: Callable[..., Run], untied_server: RealServer) -> None:
@@ -222,6 +238,7 @@ def test_two_ranks_keep_the_laws(attached: Callable[..., Run], tied_server: Real
     check_laws(run, steps=5, max_staleness=1)
     assert run.status()["ranks"] == 2
     assert {row["lag"] for row in run.lines("rollouts")} == {0, 1}
+    check_tokens(run)
     assert replay([str(run.folder)]) == 0  # one process computes step 5 from checkpoint 4
     (step,) = json.loads((run.folder / "replay.json").read_text())["steps"]
     assert step["proof"]["reproduced"], step["proof"]["off"]

@@ -64,6 +64,7 @@ def step_on(
     temperature: float = 1.0,
     change: Any = None,
     dtype: str = "float32",
+    keep_logprobs: bool = False,
 ) -> tuple[dict[str, float], list[torch.Tensor], Ledger]:
     """One step on a fresh policy: metrics, parameters afterwards, ledger."""
     policy = Policy(folder, dtype=dtype)
@@ -82,6 +83,7 @@ def step_on(
         minibatches=minibatches,
         tokens_per_microbatch=budget,
         reward_weights={},
+        keep_logprobs=keep_logprobs,
     )
     metrics = step(batch, version=2)
     return metrics, [p.detach().clone() for p in policy.parameters()], ledger
@@ -243,6 +245,29 @@ def test_minibatches_make_that_many_steps_and_diagnose_the_policy_before_the_fir
     for key in ("kl/sampler", "ratio/mean", "ess", "lag_2/kl"):
         assert four[key] == pytest.approx(one[key], rel=1e-5), key
     assert ledger.totals()["trained"] == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(("budget", "minibatches"), [(1000, 1), (16, 1), (20, 3)])
+def test_logprobs_that_are_kept_are_those_before_the_first_update(
+    tiny_dir: Path, budget: int, minibatches: int
+) -> None:
+    """Each completion's own, by transformers' own forward pass; none for what was not trained, none unasked."""
+    batches = []
+
+    def change(batch: list[Group]) -> None:
+        batch[0].completions[2].reward = None  # not scored
+        batches.append(batch)
+
+    for keep in (False, True):
+        step_on(
+            tiny_dir, PPOClip(), budget, minibatches=minibatches, temperature=0.7, change=change, keep_logprobs=keep
+        )
+    assert not any(c.policy_logprobs for g in batches[0] for c in g.completions)
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    for group in batches[1]:
+        for c in group.completions:
+            exact = logprobs(model, group.prompt.token_ids, c.token_ids, 0.7) if c.reward is not None else []
+            assert c.policy_logprobs == pytest.approx(exact, abs=1e-4), (c.group, c.index)
 
 
 def test_update_size_is_the_mean_over_the_batchs_steps(tiny_dir: Path) -> None:
