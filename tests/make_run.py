@@ -16,6 +16,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models
+
+from grpo.token_record import TokenRecorder
+from grpo.types import Completion, Group, Prompt, Turn
+
+UNKNOWN, EOS = 0x3000, 0x3001  # ids; below them a character is its own id
 STARTED = datetime(2026, 12, 1, 14, 3, tzinfo=UTC)
 
 HOSTILE = [
@@ -47,7 +53,8 @@ class RunSpec:
     overrides: tuple[str, ...] = ("loss=ppo_clip",)
     eval_every: int = 10
     completions: tuple[str, ...] = ()  # texts to use in place of made-up ones
-    tokens: bool = False  # record token_texts and log_ratios
+    tokens: bool = False  # record tokens, one a character
+    observed: bool = False  # an observation within each completion
     zero_gradient: bool = False
     dead_rewards: bool = False
     eval_name: str = "arithmetic"
@@ -67,6 +74,8 @@ def make_run(folder: Path, spec: RunSpec | None = None) -> Path:
     with (folder / "metrics.jsonl").open("w") as metrics, (folder / "rollouts.jsonl").open("w") as rollouts:
         for step in range(1, last + 1):
             rows = _rollouts(rng, spec, step)
+            if spec.tokens:
+                _record_tokens(folder, rng, spec, step, rows)
             rollouts.writelines(json.dumps(row) + "\n" for row in rows)
             for row in rows:
                 ledger[row["outcome"].partition(":")[0]] += row["tokens"]
@@ -123,7 +132,7 @@ def _rollouts(rng: random.Random, spec: RunSpec, step: int) -> list[dict[str, An
                     "tokens": min(len(text) + 1, 512),
                     "finish_reason": "length" if truncated else "stop",
                     "outcome": f"discarded:zero_variance:{why}" if equal and not spec.dead_rewards else "trained",
-                    **_tokens(rng, spec, text),
+                    **({"turns": _turns(text)} if spec.observed else {}),
                 }
             )
     return rows
@@ -137,11 +146,54 @@ def _text(rng: random.Random, spec: RunSpec, problem: str, reward: float) -> str
     return f"{sums}:{answer}" if rng.random() < 0.7 else f":{answer}"
 
 
-def _tokens(rng: random.Random, spec: RunSpec, text: str) -> dict[str, Any]:
-    if not spec.tokens:
-        return {}
-    texts = [*text, "<eos>"]
-    return {"token_texts": texts, "log_ratios": [rng.gauss(0, 0.25) for _ in texts]}
+def _turns(text: str) -> list[dict[str, Any]]:
+    """The first half by the policy, three characters by nobody, the rest; `completion` is all of them."""
+    half = len(text) // 2
+    parts = [(True, text[:half]), (False, text[half : half + 3]), (True, text[half + 3 :])]
+    return [{"by_policy": by_policy, "tokens": len(part), "text": part} for by_policy, part in parts]
+
+
+def _record_tokens(folder: Path, rng: random.Random, spec: RunSpec, step: int, rows: list[dict[str, Any]]) -> None:
+    """tokens/ as the recorder writes it; a row gets the `tokens` and the `log_ratio` that belong to it."""
+    groups: dict[int, Group] = {}
+    for row in rows:
+        ids = [ord(char) if ord(char) < UNKNOWN else UNKNOWN for char in row["completion"]] + [EOS]
+        turns = [Turn(turn["by_policy"], turn["tokens"], "") for turn in row.get("turns", [])]
+        if turns:
+            turns[-1] = Turn(True, turns[-1].tokens + 1, "")
+        n = sum(turn.tokens for turn in turns if turn.by_policy) if turns else len(ids)
+        sampler = [-abs(rng.gauss(0, 0.5)) for _ in range(n)]
+        policy = [-abs(x + rng.gauss(0, 0.08)) for x in sampler] if row["outcome"] == "trained" else []
+        if policy:
+            row["log_ratio"] = max((p - s for p, s in zip(policy, sampler, strict=True)), key=abs)
+        row["tokens"] = n
+        versions = [row["version_first"]] * (n - 1) + [row["version_last"]]
+        prompt = Prompt(row["group"], "", "", [ord(char) for char in row["prompt"]], {})
+        group = groups.setdefault(row["group"], Group(row["group"], prompt, []))
+        group.completions.append(
+            Completion(
+                row["group"],
+                row["index"],
+                ids,
+                sampler,
+                versions,
+                row["finish_reason"],
+                reward=row["reward"],
+                rewards=row["rewards"],
+                advantage=row["advantage"],
+                outcome=row["outcome"],
+                turns=turns,
+                policy_logprobs=policy,
+            )
+        )
+    if step == 1:
+        (folder / "tokens").mkdir()
+        vocabulary = {chr(code): code for code in range(UNKNOWN)} | {"<unk>": UNKNOWN, "<eos>": EOS}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens(["<eos>"])
+        tokenizer.save(str(folder / "tokens" / "tokenizer.json"))
+    TokenRecorder(folder).write(step, step - 1, list(groups.values()))
 
 
 def _metrics(

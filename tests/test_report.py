@@ -215,7 +215,7 @@ def test_strangeness_tells_loops_and_unscored_from_prose() -> None:
     assert strangeness({"completion": "na " * 300, "reward": 0.0})[1].startswith("repeats itself")
     assert strangeness({"completion": "x", "reward": None})[1] == "not scored"
     assert strangeness({"completion": "", "reward": 0.0})[1] == "empty"
-    assert strangeness({"completion": "x", "log_ratios": [0.1, -6.0]})[1] == "log-ratio 6.0 at one token"
+    assert strangeness({"completion": "x", "log_ratio": -6.0})[1] == "log-ratio -6.0 at one token"
 
 
 def test_a_completion_that_is_trained_twice_is_said(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ Json = st.recursive(
 METRIC_KEYS = ["step", "time/elapsed_s", "time/step_s", "tokens/generated", "tokens/trained", "reward/mean", "entropy"]
 METRIC_KEYS += ["lag_0/tokens", "lag_0/kl", "lag_1/ess", "grad_norm", "sampler/idle_fraction", "lag/max", "lr"]
 ROLLOUT_KEYS = ["step", "group", "index", "prompt", "completion", "reward", "rewards", "advantage", "version_first"]
-ROLLOUT_KEYS += ["lag", "tokens", "finish_reason", "outcome", "token_texts", "log_ratios"]
+ROLLOUT_KEYS += ["lag", "tokens", "finish_reason", "outcome", "turns", "log_ratio"]
 EVAL_KEYS = ["step", "name", "accuracy", "low", "high", "n", "time/elapsed_s"]
 STATUS_KEYS = ["state", "step", "steps", "started", "ended", "git", "packages", "error", "command", "overrides"]
 SUMMARY_KEYS = ["eval", "idle", "time", "tokens", "seconds"]

@@ -5,7 +5,9 @@ Skipped without Chromium (Debian: `apt-get install chromium`), except in CI, whe
 
 import asyncio
 import json
+import math
 import os
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from chrome import Page, browser_page, find_chromium
 from make_run import HOSTILE, RunSpec, make_empty, make_hostile, make_huge, make_run, make_sweep
 
 from grpo.report import build_run, build_sweep
+from grpo.token_record import read
 
 pytestmark = pytest.mark.slow
 
@@ -239,11 +242,161 @@ def test_a_row_opens_its_group_by_keyboard(good: Path) -> None:
         )
         members = [row for row in rows if str(row["group"]) == group.split(".")[0]]
         assert texts == [row["completion"] + "<eos>" for row in members]
-        coloured = await page.evaluate("document.querySelectorAll('.sibling .token').length")
-        assert coloured == sum(len(row["token_texts"]) for row in members)
-        assert await page.evaluate("document.querySelectorAll('.sibling .special').length") == len(members)
+        shown = await page.evaluate("document.querySelectorAll('.sibling .token').length")
+        assert shown == sum(row["tokens"] for row in members)
+        assert await page.evaluate("document.querySelectorAll('.sibling .token.special').length") == len(members)
 
     visit(good / "report.html", work)
+
+
+SHARES = """[...document.querySelectorAll('.sibling.picked .token')].map(
+  (node) => parseFloat(node.style.getPropertyValue('--share')))"""
+HOVER = """((node) => node.dispatchEvent(new PointerEvent('pointerover', {{bubbles: true}})))(
+  document.querySelectorAll('.sibling.picked .token')[{}])"""
+PRESS = "[...document.querySelectorAll('.groupview .segments button')].find((b) => b.textContent === {!r}).click()"
+
+
+def test_tokens_are_coloured_and_read_out(good: Path) -> None:
+    """By log-ratio and by advantage, with a legend in numbers; by pointer and by the arrow keys."""
+    rows = [json.loads(line) for line in (good / "rollouts.jsonl").read_text().splitlines()]
+    mixed = next(row for row in rows if row["outcome"] == "trained" and row["version_first"] < row["version_last"])
+
+    async def work(page: Page) -> None:
+        data = await page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+        scale = data["traces"]["scale"]
+        step, group, index = mixed["step"], mixed["group"], mixed["index"]
+        await page.evaluate(TYPE.format(str(step), "input", "filter-step0"))
+        await page.evaluate(TYPE.format(str(step), "input", "filter-step1"))
+        await page.evaluate("document.querySelector('#rollouts .more').click()")
+        await page.evaluate(
+            "[...document.querySelectorAll('#rollouts tbody tr.pick')]"
+            f".find((row) => row.children[1].textContent === '{group}.{index}').click()"
+        )
+        record = read(good, step, {group})
+        c = record.groups[0].completions[index]
+        ratios = [p - s for p, s in zip(c.policy_logprobs, c.logprobs, strict=True)]
+        expected = [50 * min(1, abs(x) / scale) for x in ratios]
+        assert await page.evaluate(SHARES) == pytest.approx(expected, abs=0.1)
+        sides = await page.evaluate(
+            "[...document.querySelectorAll('.sibling.picked .token')].map((n) => n.style.getPropertyValue('--c'))"
+        )
+        assert sides == ["var(--c0)" if x > 0 else "var(--c1)" for x in ratios]
+        legend = await page.evaluate(text(".tokenlegend"))
+        assert f"≥ +{scale:g} ({math.exp(scale):.3g})" in legend
+        assert f"≤ −{scale:g} ({math.exp(-scale):.3g})" in legend
+
+        last = len(c.token_ids) - 1
+        for i in (last, last - 1):
+            if i == last:
+                await page.evaluate(HOVER.format(i))
+                await page.evaluate("document.querySelector('.sibling.picked .sample').focus()")
+            else:
+                await page.key("ArrowLeft")
+            said = await page.evaluate(text(".tokenfacts"))
+            assert near(
+                said,
+                f"#{index}, token {i + 1}: id {c.token_ids[i]} · sampler log p −{-c.logprobs[i]:.3g} · "
+                f"policy log p −{-c.policy_logprobs[i]:.3g} · ratio {math.exp(ratios[i]):.4g} ",
+            )
+            assert said.endswith(f"version {c.versions[i]} · lag {record.version - c.versions[i]}")
+        assert c.versions[last] != c.versions[last - 1]
+        assert await page.evaluate("document.querySelectorAll('.token.at').length") == 1
+
+        await page.evaluate(PRESS.format("advantage"))
+        largest = max(abs(row["advantage"] or 0) for g in data["groups"] for row in g["rows"])
+        expected = [50 * abs(record.advantages[index] or 0) / largest] * len(c.token_ids)
+        assert await page.evaluate(SHARES) == pytest.approx(expected, abs=0.1)
+        assert f"≥ +{largest:.3g}" in await page.evaluate(text(".tokenlegend"))
+        await page.evaluate(PRESS.format("plain"))
+        assert set(await page.evaluate(SHARES)) == {None}
+        assert await page.evaluate("document.querySelector('.tokenlegend')") is None
+        assert "All of them can be read token by token" in await page.evaluate(text("#sampled"))
+
+    visit(good / "report.html", work)
+
+
+def near(said: str, expected: str) -> bool:
+    """The same words, and the same numbers but for the rounding of the page's data (4 digits)."""
+    number = re.compile(r"−?\d+(?:\.\d+)?")
+    pairs = zip(number.findall(said), number.findall(expected), strict=False)
+    same = all(float(a.replace("−", "-")) == pytest.approx(float(b.replace("−", "-")), rel=2e-3) for a, b in pairs)
+    return same and number.sub("", said).startswith(number.sub("", expected))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_observations_are_marked(tmp_path: Path, tokens: bool) -> None:
+    folder = make_run(tmp_path / "run", RunSpec(steps=3, tokens=tokens, observed=True))
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        where = await page.evaluate("document.querySelector('#rollouts tbody tr.pick').children[1].textContent")
+        await page.evaluate("document.querySelector('#rollouts tbody tr.pick').click()")
+        group, index = map(int, where.split("."))
+        [row] = [row for row in rows if (row["group"], row["index"]) == (group, index)]
+        marked = "[...document.querySelectorAll('.sibling.picked .observation')].map((n) => n.textContent).join('')"
+        assert await page.evaluate(marked) == row["turns"][1]["text"] != ""
+        whole = await page.evaluate(text(".sibling.picked .sample"))
+        assert whole == row["completion"] + ("<eos>" if tokens else "")
+        assert "not sampled, not trained" in await page.evaluate(text(".groupview .card"))
+        if tokens:
+            await page.evaluate(HOVER.format(row["turns"][0]["tokens"]))
+            assert "observation: put in by the environment" in await page.evaluate(text(".tokenfacts"))
+            shares = await page.evaluate(SHARES)
+            assert [share is None for share in shares].count(True) == row["turns"][1]["tokens"]
+
+    visit(build_run(folder), work)
+
+
+def test_where_the_page_has_no_room_for_tokens_it_says_so(tmp_path: Path) -> None:
+    words = tuple(f"{i} and so on and on, " * 18 for i in range(50))
+    folder = make_run(tmp_path / "run", RunSpec(steps=60, tokens=True, completions=words))
+    report = build_run(folder)
+    assert report.stat().st_size < 3_000_000
+
+    async def work(page: Page) -> None:
+        data = await page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+        rows = [row for group in data["groups"] for row in group["rows"]]
+        assert data["traces"]["rows"] == sum("trace" in row for row in rows)
+        assert 32 <= data["traces"]["rows"] < len(rows) < 60 * 32
+        assert all("trace" in row for row in rows if "why" in row)
+        said = await page.evaluate(text("#sampled"))
+        assert f" {data['traces']['rows']:,} of them (the best, worst, longest and strangest first)" in said
+        bare = next(group for group in data["groups"] if not any("trace" in row for row in group["rows"]))
+        await page.evaluate(TYPE.format(bare["rows"][0]["step"], "input", "filter-step0"))
+        await page.evaluate(TYPE.format(bare["rows"][0]["step"], "input", "filter-step1"))
+        await page.evaluate(
+            f"[...document.querySelectorAll('#rollouts tbody tr.pick')].find("
+            f"(row) => row.children[1].textContent.startsWith('{bare['group']}.')).click()"
+        )
+        assert "The tokens of this group are not on the page." in await page.evaluate(text(".groupview"))
+        assert await page.evaluate("document.querySelectorAll('.sibling .token').length") == 0
+
+    visit(report, work)
+
+
+def test_hostile_tokens_are_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", RunSpec(steps=1, tokens=True, completions=("abcdef",)))
+    path = folder / "tokens" / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    vocabulary = saved["model"]["vocab"]
+    for char, instead in zip("abcdef", (HOSTILE[0], HOSTILE[1], "\x00\u202e", "x" * 10_000, "\n\t", ""), strict=True):
+        vocabulary[instead] = vocabulary.pop(char)
+    path.write_text(json.dumps(saved))
+
+    async def work(page: Page) -> None:
+        shown = await page.evaluate(text(".sibling .sample"))
+        assert HOSTILE[0] in shown
+        assert HOSTILE[1] in shown
+        assert "␀U+202E" in shown
+        assert "⏎" in shown
+        assert "x" * 200 in shown
+        assert "x" * 201 not in shown
+        assert await page.evaluate("document.querySelectorAll('img, main script').length") == 0
+        assert await page.evaluate("document.title") == "run · run"
+        await page.size(390)
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+    visit(build_run(folder), work)
 
 
 def test_everything_is_reached_by_tab_and_named(good: Path) -> None:

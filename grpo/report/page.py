@@ -17,7 +17,7 @@ from typing import Any
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = {
-    "run": ("base", "table", "chart", "figures", "rollouts", "time", "sections", "run", "page"),
+    "run": ("base", "table", "chart", "figures", "tokens", "rollouts", "time", "sections", "run", "page"),
     "sweep": ("base", "table", "chart", "figures", "sweep", "sweep_plots", "page"),
 }
 MAX_TEXT = 20_000

@@ -4,8 +4,7 @@ Whole groups are sampled (reservoir, fixed seed), so that completions can be rea
 the best, worst, longest and strangest completions are always in. Long texts keep their head and tail. Every cut is
 counted, and the page says what it does not show.
 
-Optional keys are used where a run records them: `token_texts` with `log_ratios` (one of each per token) colours the
-tokens of a completion.
+The tokens of some of them are added by `grpo.report.tokens`, where a run has recorded them.
 """
 
 import heapq
@@ -25,7 +24,6 @@ from grpo.report.read import Note, number, read_lines, text
 RESERVOIR_GROUPS = 1500
 EXTREMES = 8  # of each kind, from different groups
 HEAD, TAIL = 2400, 800  # characters kept of a long text
-MAX_TOKENS = 600  # with texts and log-ratios; more would crowd out other rollouts
 MAX_ROWS = 256  # of one group
 # Control characters (but tab and newline), zero-width and direction marks, private use, what was not UTF-8.
 ODD = re.compile(
@@ -148,9 +146,9 @@ def strangeness(row: Row) -> tuple[float, str]:
         packed = len(zlib.compress(completion.encode("utf-8", "replace"), 1)) / len(completion)
         if packed < 0.25:  # ordinary prose packs to 0.5
             found.append((1.25 - packed, f"repeats itself (packs to {packed:.0%})"))
-    ratios = row.get("log_ratios")
-    if isinstance(ratios, list) and (largest := max((abs(number(x) or 0.0) for x in ratios), default=0.0)) > 1:
-        found.append((0.5 + largest, f"log-ratio {largest:.1f} at one token"))
+    ratio = number(row.get("log_ratio"))
+    if ratio is not None and abs(ratio) > 1:
+        found.append((0.5 + abs(ratio), f"log-ratio {ratio:.1f} at one token"))
     return max(found)
 
 
@@ -165,8 +163,8 @@ def _compact(rows: list[Row]) -> list[Row]:
             "outcome": text(row.get("outcome"))[:100],
             "prompt": clip(text(row.get("prompt"))),
             "completion": clip(text(row.get("completion"))),
+            **_turns(row),
             **_rewards(row),
-            **_tokens(row),
         }
         for row in rows
     ]
@@ -185,13 +183,29 @@ def _rewards(row: Row) -> Row:
     return {"rewards": {str(name)[:40]: number(value) for name, value in list(rewards.items())[:12]}}
 
 
-def _tokens(row: Row) -> Row:
-    texts, ratios = row.get("token_texts"), row.get("log_ratios")
-    if not (isinstance(texts, list) and isinstance(ratios, list) and len(texts) == len(ratios)):
+def _turns(row: Row) -> Row:
+    """The completion as [by the policy, text] a turn, clipped as a whole; nothing without observations."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return {}
-    cut = slice(MAX_TOKENS)
-    rounded = [None if (x := number(ratio)) is None else round(x, 4) for ratio in ratios[cut]]
-    return {"token_texts": [text(t)[:200] for t in texts[cut]], "log_ratios": rounded, "all_tokens": len(texts)}
+    parts = [(turn.get("by_policy") is True, text(turn.get("text"))) for turn in turns]
+    whole = "".join(part for _, part in parts)
+    if all(by_policy for by_policy, _ in parts) or whole != text(row.get("completion")):
+        return {}
+    length, at = len(whole), 0
+    shown: list[list[Any]] = []
+    for by_policy, part in (pair for pair in parts if pair[1]):
+        head = min(len(part), max(0, HEAD - at))
+        at += len(part)
+        tail = min(len(part) - head, max(0, at - (length - TAIL)))
+        cut = len(part) - head - tail
+        if not cut:
+            shown.append([by_policy, part])
+        elif not head and not tail and shown and isinstance(shown[-1][1], list) and not shown[-1][1][2]:
+            shown[-1][1][1] += cut  # nothing of this turn is shown
+        else:
+            shown.append([by_policy, [part[:head], cut, part[len(part) - tail :]]])
+    return {"turns": shown}
 
 
 def _fit(extremes: dict[str, Any], reservoir: list[list[Row]], counts: Counts, budget: int) -> Sample:

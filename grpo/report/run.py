@@ -4,16 +4,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from grpo import token_record
 from grpo.report.findings import RULES, Facts, find
 from grpo.report.metrics import Eval, collect_evals, collect_metrics
 from grpo.report.overview import Overview, before_and_after, idle_shares, read_overview
 from grpo.report.page import built_now, clean, to_json
 from grpo.report.read import Note, lookup, number, read_config, text
 from grpo.report.rollouts import collect_rollouts
+from grpo.report.tokens import add_traces
 
 # The page stays under 3 MB: these for curves and rollouts, at most 0.3 MB for the rest.
 SERIES_BYTES = 1_200_000
 ROLLOUT_BYTES = 1_400_000
+TRACE_BYTES = 500_000  # of them for tokens, where they are recorded
 LAG_FIGURES = ("tokens", "ratio_mean", "ratio_min", "ratio_max", "kl", "ess", "clip_fraction")
 MAX_LAGS = 200
 
@@ -25,7 +28,9 @@ def run_data(folder: Path) -> dict[str, Any]:
     config = read_config(folder, notes)
     metrics = collect_metrics(folder, notes)
     evals = collect_evals(folder, notes, metrics.restarts)
-    sample = collect_rollouts(folder, notes, ROLLOUT_BYTES)
+    budget = ROLLOUT_BYTES - (TRACE_BYTES if (folder / token_record.FOLDER).is_dir() else 0)
+    sample = collect_rollouts(folder, notes, budget)
+    traces = add_traces(folder, sample.groups, notes, TRACE_BYTES)
     files = ("status.json", "metrics.jsonl", "rollouts.jsonl")
     notes += [Note("note", f"there is no {name}") for name in files if not (folder / name).exists()]
     series = metrics.series.columns()
@@ -91,6 +96,7 @@ def run_data(folder: Path) -> dict[str, Any]:
         },
         "groups": sample.groups,
         "rollout_rows": sample.rows,
+        "traces": traces and {"rows": traces.completions, "special": sorted(traces.special), "scale": traces.scale},
     }
 
 

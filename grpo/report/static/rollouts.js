@@ -1,7 +1,7 @@
 // The rollouts explorer: a table to sort, filter and search, and the chosen completion beside its siblings.
 "use strict";
 
-function rolloutsExplorer(groups) {
+function rolloutsExplorer(groups, traces) {
   const rows = groups.flatMap((group) =>
     group.rows.map((row) => ({ ...row, group: group.group, prompt: group.prompt, siblings: group.rows })),
   );
@@ -132,7 +132,10 @@ function rolloutsExplorer(groups) {
   );
 
   const inOrder = groups.map((group) => group.rows);
-  let coloured = true;
+  const special = new Set(traces?.special);
+  const advantages = rows.filter((row) => row.trace).map((row) => Math.abs(row.advantage || 0));
+  const scales = { ratio: traces?.scale, advantage: advantages.reduce((a, b) => Math.max(a, b), 0) || 1 };
+  let kind = "ratio";
   function showGroup(picked, moved = false, atStart = false) {
     const first = picked.siblings;
     const at = inOrder.indexOf(first);
@@ -140,7 +143,9 @@ function rolloutsExplorer(groups) {
       const row = rows.find((candidate) => candidate.siblings === inOrder[to]);
       if (row) showGroup(row, true);
     };
-    const hasTokens = first.some((row) => row.token_texts);
+    const traced = first.some((row) => row.trace);
+    const facts = el("p.tokenfacts", { "aria-live": "polite" }, "Point at a token for its numbers, or use the arrow keys.");
+    const observed = first.some((row) => row.turns || row.trace?.observed);
     const rewards = first.map((row) => row.reward).filter(known);
     const mean = rewards.reduce((sum, x) => sum + x, 0) / rewards.length;
     view.replaceChildren(
@@ -162,37 +167,38 @@ function rolloutsExplorer(groups) {
             { type: "button", disabled: at >= inOrder.length - 1 ? "" : null, onclick: () => go(at + 1) },
             "group after →",
           ),
-          hasTokens &&
+          traced &&
             segments(
               "Colour tokens",
               [
-                [true, "log-ratio"],
-                [false, "plain"],
+                ["ratio", "log-ratio"],
+                ["advantage", "advantage"],
+                ["plain", "plain"],
               ],
-              coloured,
+              kind,
               (value) => {
-                coloured = value;
+                kind = value;
                 showGroup(picked, true);
               },
             ),
         ),
-        hasTokens &&
-          coloured &&
+        traced && kind !== "plain" && tokenLegend(kind, scales[kind]),
+        traces && !traced && el("p.note", {}, "The tokens of this group are not on the page."),
+        observed &&
           el(
             "p.note",
             {},
-            swatch("var(--c0)", "trainer gives the token more probability than the sampler did"),
-            " ",
-            swatch("var(--c1)", "less"),
-            " full colour from a log-ratio of 1",
+            el("span.observation", {}, "observation"),
+            " of the environment: read by the model, not sampled, not trained",
           ),
         el("p.note", {}, "prompt"),
         el("pre.sample.mono", { tabindex: 0 }, visible(picked.prompt, state.text)),
         el(
           "div.siblings",
           {},
-          first.map((row) => sibling(row, row.index === picked.index)),
+          first.map((row) => sibling(row, row.index === picked.index, facts)),
         ),
+        traced && facts,
       ),
     );
     if (atStart) return;
@@ -200,7 +206,7 @@ function rolloutsExplorer(groups) {
     if (!moved || view.getBoundingClientRect().top > innerHeight) view.scrollIntoView({ block: "nearest" });
   }
 
-  function sibling(row, isPicked) {
+  function sibling(row, isPicked, facts) {
     const versions =
       row.versions[0] === row.versions[1]
         ? `version ${row.versions[0]}`
@@ -234,32 +240,10 @@ function rolloutsExplorer(groups) {
           ),
         row.why && el("span.flag.warn", {}, row.why.join(", ")),
       ),
-      el(
-        "pre.sample.mono",
-        { tabindex: 0 },
-        row.token_texts && coloured
-          ? tokens(row)
-          : row.completion === ""
-            ? el("span.muted", {}, "(empty)")
-            : visible(row.completion, state.text),
-      ),
+      row.trace
+        ? tokenText(row, kind, scales[kind], special, state.text, facts)
+        : el("pre.sample.mono", { tabindex: 0 }, completionText(row, state.text)),
     );
-  }
-
-  function tokens(row) {
-    const nodes = row.token_texts.map((text, i) => {
-      const ratio = row.log_ratios[i];
-      const node = el(
-        "span.token",
-        { c: ratio > 0 ? "var(--c0)" : "var(--c1)", title: `log-ratio ${fmt(ratio)}` },
-        visible(text),
-      );
-      node.style.setProperty("--share", `${Math.round(Math.min(1, Math.abs(ratio || 0)) * 60)}%`);
-      return node;
-    });
-    return row.all_tokens > nodes.length
-      ? [...nodes, el("span.cut", {}, `… ${count(row.all_tokens - nodes.length)} tokens left out`)]
-      : nodes;
   }
 
   filter();

@@ -261,9 +261,11 @@ function rolloutsSection(data) {
       all
         ? `All ${plural(data.counts.completions, "completion")}.`
         : `A sample: ${count(data.rollout_rows)} of ${plural(data.counts.completions, "completion")} (whole groups, chosen at random, and the groups of the best, worst, longest and strangest of all). Counts elsewhere on the page are over all of them; rollouts.jsonl has every one.`,
+      data.traces &&
+        ` ${data.traces.rows === data.rollout_rows ? "All of them" : `${count(data.traces.rows)} of them (the best, worst, longest and strangest first)`} can be read token by token; tokens/ has every one.`,
       " Choose a row to read its group side by side.",
     ),
-    rolloutsExplorer(data.groups),
+    rolloutsExplorer(data.groups, data.traces),
   ];
 }
 
