@@ -31,6 +31,8 @@ class Reward:
     KIND: ClassVar[str]
     INLINE: ClassVar[bool] = True
     NEEDS_ANSWER: ClassVar[bool] = False
+    # The column in which it finds the right answer by itself, whatever `data.answer` is.
+    OWN_ANSWER: ClassVar[str | None] = None
 
     name: str
     on_error: str = "raise"

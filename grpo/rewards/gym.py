@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo.rewards.base import to_number
+from grpo.rewards.base import ANSWER, to_number
 from grpo.rewards.extract import find_answer
 from grpo.rewards.isolated import IsolatedReward
 from grpo.rewards.text import check_place
 from grpo.types import Completion, Prompt
 
 # The columns that make up an entry of reasoning-gym, and the name of its task.
-ENTRY = ("question", "answer", "metadata")
+ENTRY = ("question", ANSWER, "metadata")
 TASK = "task"
 
 
@@ -25,6 +25,7 @@ class ReasoningGym(IsolatedReward):
     KIND: ClassVar[str] = "reasoning_gym"
     TARGET: ClassVar[str] = "grpo.rewards.gym:prepare"
     COMPUTES: ClassVar[bool] = True
+    OWN_ANSWER: ClassVar[str | None] = ANSWER
 
     on_error: str = "unscored"
     after: str | None = None
