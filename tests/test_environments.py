@@ -270,6 +270,7 @@ def test_an_endless_call_leaves_no_wait_behind() -> None:
         ({"kind": "guess", "max_turns": 0}, r"data\.environment\.max_turns=0: must be at least 1"),
         ({"kind": "guess", "timeout": "x"}, r"data\.environment\.timeout='x': expected a number"),
         ({"kind": "guess", "on_error": "zero"}, r"data\.environment\.on_error='zero': choose one of raise, discard"),
+        ({"kind": "guess", "hint": "warm"}, r"data\.environment\.hint='warm': choose one of distance, side"),
         ({"kind": "nowhere.py:Game"}, r"data\.environment: there is no file nowhere\.py"),
         (
             {"kind": f"{ROOT / 'tests' / 'my_environments.py'}:Nobody"},
@@ -301,6 +302,12 @@ def test_a_reward_from_an_environment_needs_one(tmp_path: Any) -> None:
 
 def test_the_game_by_hand() -> None:
     game = Game()
+    game.reset({"secret": 6})
+    assert game.step(":4") == ("2=", 0.0, False)
+    assert game.step("88:8") == ("8=", 0.0, False)
+    assert game.step(":") == ("?=", 0.0, False)
+    assert game.step(":6") == (None, 1.0, True)
+    game = Game("side")
     game.reset({"secret": 6})
     assert game.step(":4") == ("+=", 0.0, False)
     assert game.step("88:8") == ("-=", 0.0, False)

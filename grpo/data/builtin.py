@@ -39,7 +39,7 @@ class Guessing(Data):
 
     GENERATED: ClassVar[bool] = True
 
-    digits: int = 5
+    digits: int = 7
 
     def find(self) -> None:
         at_least(2, "data", digits=self.digits)
