@@ -57,6 +57,8 @@ VALUE_FLAGS = [
     "--experimental-rerun",
 ]
 QUOTES = """'key="a value"'"""
+# Mappings that are the user's to fill. Hydra takes a new key in them only as `++key=value`, which nobody would guess.
+OPEN = re.compile(r"data(\.parts\.[^.=]+)?\.(evals|weights|chat_template_kwargs|environment)[.=]")
 
 
 def start(main: Callable[[], Any], argv: list[str]) -> None:
@@ -126,9 +128,11 @@ def _similar(error: OmegaConfBaseException) -> str:
 
 
 def prepare(argv: list[str]) -> None:
-    """Edit `argv` in place: flags first, and `resume` brings the saved configuration. Raises ValueError."""
+    """Edit `argv` in place: flags first, new keys where they are allowed, and `resume` brings the saved configuration.
+    Raises ValueError."""
     flags, overrides = _split(argv[1:])
     distributed.check_command(multirun=bool({"-m", "--multirun"} & set(flags)))
+    overrides = opened(overrides)
     argv[1:] = [*flags, *overrides]
     given = [a for a in overrides if _key(a) == "resume"]
     if not given or given[-1] in ("resume=null", "resume="):
@@ -150,6 +154,11 @@ def prepare(argv: list[str]) -> None:
         f"hydra.run.dir={_quoted(run)}",
         "hydra.mode=RUN",  # a job of a sweep goes on alone
     ]
+
+
+def opened(overrides: list[str]) -> list[str]:
+    """Overrides as Hydra wants them: new keys are allowed in the mappings of OPEN."""
+    return [f"++{override}" if OPEN.match(override) else override for override in overrides]
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -290,3 +290,23 @@ def check_whole(run: Path, *, steps: int) -> None:
         shown = [line["step"] for line in command.lines(run / name)]
         assert shown == sorted(shown)
     assert sum(r["tokens"] for r in rollouts) <= command.lines(run / "metrics.jsonl")[-1]["tokens/generated"]
+
+
+def test_mappings_that_are_the_users_to_fill_take_new_keys() -> None:
+    overrides = [
+        "data=jsonl",
+        "data.evals={aime: {path: a.jsonl}}",
+        "data.evals.test.path=b.jsonl",
+        "data.chat_template_kwargs.enable_thinking=false",
+        "data.environment={kind: mine.py:Game, size: 3}",
+    ]
+    argv = ["run.py", *overrides]
+    cli.prepare(argv)
+    with conf():
+        data = compose("config", overrides=argv[1:]).data
+    assert data.evals == {"aime": {"path": "a.jsonl"}, "test": {"path": "b.jsonl"}}
+    assert data.chat_template_kwargs == {"enable_thinking": False}
+    assert data.environment == {"kind": "mine.py:Game", "size": 3}
+    for other in ("data.path=x", "+data.evals.x.path=y", "data.evaluation=3", "rollout.urls=[]"):
+        assert cli.opened([other]) == [other]
+    assert cli.opened(["data.parts.a.evals.x.path=y"]) == ["++data.parts.a.evals.x.path=y"]

@@ -239,7 +239,9 @@ def test_prompts_with_unknown_tokens_are_counted(tmp_path: Path) -> None:
         ({"answer_pattern": "("}, r"data.answer_pattern='\('"),
         ({"answer": None}, r"data.answer=null: the reward compares with an answer"),
         ({"reward": "nonsense"}, r"data.reward=nonsense: choose one of environment, exact_match, format"),
-        ({"evals": {"x": {"nonsense": 1}}}, r"data.evals.x: .*nonsense"),
+        ({"evals": {"x": {"nonsense": 1}}}, r"data.evals.x.nonsense: no such key; a held-out set may differ in answer"),
+        ({"evals": {"x": {"reward": "length"}}}, r"data.evals.x.reward: no such key"),  # it would not be used
+        ({"evals": {"x": {"eval_rows": -1}}}, r"data.evals.x.eval_rows=-1: must be at least 0"),
         ({"prompt": "{question}"}, r"data.prompt='\{question\}': .* has no column 'question'; it has answer, prompt"),
         ({"answer": "gold"}, r"data.answer='gold': .* has no column 'gold'; it has answer, prompt"),
     ],

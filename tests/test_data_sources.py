@@ -152,7 +152,10 @@ def test_reasoning_gym_rows_are_the_same_whatever_the_seed_and_none_is_held_out(
     ("tasks", "message"),
     [
         (["chain_sums"], r"data.tasks=chain_sums: reasoning-gym has no such task; it has .*chain_sum"),
-        ([{"task": "chain_sum", "terms": 3}], r"data.tasks\[chain_sum\]: .*terms"),
+        (
+            [{"task": "chain_sum", "terms": 3}],
+            r"data.tasks\[chain_sum\].terms: no such parameter; the task has .*max_terms, min_digits, min_terms",
+        ),
         ([{"task": "chain_sum", "min_terms": 9, "max_terms": 2}], r"data.tasks\[chain_sum\]: .*max_terms"),
         ([{"task": "chain_sum", "weight": 0}], r"data.tasks\[chain_sum\].weight=0"),
         ([{"name": "chain_sum"}], r"is no task; expected a name"),

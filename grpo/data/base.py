@@ -12,10 +12,10 @@ import copy
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from grpo.data.render import Renderer
 from grpo.data.rows import Reader, Table
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SAMPLE = 64  # rows of a generated table that are looked at
+# In these a held-out set is as its training set: it is played and scored in the same way.
+SHARED = {"reward", "environment", "max_prompt_tokens", "max_tokens", "epochs", "evals", "streaming"}
 
 
 @dataclass(slots=True)
@@ -85,6 +87,21 @@ class Data:
             raise ValueError(f"data.answer=null: the reward compares with an answer (data.reward={self.reward})")
         if self.kind is None and any(reward.KIND == "environment" for reward in self.rewards().rewards):
             raise ValueError("data.reward=environment: there is none; set data.environment")
+
+    def variant(self, name: str, keys: Any) -> Self:
+        """The held-out set `name`: this one, but for `keys`. Raises ValueError."""
+        key = f"data.evals.{name}"
+        if not isinstance(keys, Mapping):
+            raise ValueError(
+                f"{key}={keys!r}: expected the keys in which it differs, e.g. {{path: ...}} (~{key} leaves it out)"
+            )
+        own = {f.name for f in fields(self)} - SHARED
+        for unknown in keys.keys() - own:
+            raise ValueError(f"{key}.{unknown}: no such key; a held-out set may differ in {', '.join(sorted(own))}")
+        try:
+            return replace(self, **{"evals": {}, **keys})
+        except ValueError as error:
+            raise ValueError(str(error).replace("data.", f"{key}.", 1)) from None
 
     # ---- what subclasses say ----
 

@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,7 @@ class Jsonl(Data):
         if self.evals:
             named = {}
             for name, keys in self.evals.items():
-                try:
-                    data = replace(self, **{"evals": {}, **keys})
-                except TypeError as error:
-                    raise ValueError(f"data.evals.{name}: {error}") from None
+                data = self.variant(name, keys)
                 named[name] = (data, _files(data.path, f"data.evals.{name}.path"))
             taken = {f for _, held in named.values() for f in held}
             return (self, [f for f in files if f not in taken]), named

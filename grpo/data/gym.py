@@ -6,7 +6,7 @@ same (small tasks repeat themselves) is left out of training, as for any data se
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -104,7 +104,11 @@ def _create(name: str, parameters: dict[str, Any], *, size: int, seed: int) -> A
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=5) or sorted(DATASETS)
         raise ValueError(f"data.tasks={name}: reasoning-gym has no such task; it has {', '.join(near)}")
+    known = sorted({f.name for f in fields(DATASETS[name][1])} - {"size", "seed"})
+    for key in parameters:
+        if key not in known:
+            raise ValueError(f"data.tasks[{name}].{key}: no such parameter; the task has {', '.join(known)}")
     try:
         return reasoning_gym.create_dataset(name, size=size, seed=seed, **parameters)
-    except (TypeError, AssertionError, ValueError) as error:  # an unknown parameter; a value that the task refuses
+    except (TypeError, AssertionError, ValueError) as error:  # a value that the task refuses
         raise ValueError(f"data.tasks[{name}]: {parameters}: {error or 'refused by the task'}") from error

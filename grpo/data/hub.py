@@ -48,13 +48,8 @@ class Hub(Data):
         return train, {name: (data, _load(data, name)) for name, data in self._held_out().items()}
 
     def _held_out(self) -> "dict[str, Hub]":
-        named = {}
-        for name, keys in self.evals.items():
-            try:
-                named[name] = replace(self, **{"evals": {}, "rows": None, **keys})
-            except TypeError as error:
-                raise ValueError(f"data.evals.{name}: {error}") from None
-        return named
+        whole = replace(self, rows=None)
+        return {name: whole.variant(name, keys) for name, keys in self.evals.items()}
 
 
 def _ask_hub(path: str) -> None:

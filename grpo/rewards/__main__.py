@@ -12,7 +12,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from grpo.cli import explain
+from grpo.cli import explain, opened
 from grpo.data.base import Data
 from grpo.objects import build
 from grpo.rewards import audit
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 def run(overrides: list[str], rows: int, folder: Path | None, name: str | None, column: str | None = None) -> list[str]:
     """The report. Raises ValueError for a mistake in the command line."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", overrides=overrides)
+        config = compose("config", overrides=opened(overrides))
     data: Any = build(config.data, "data", object)
     if not isinstance(data, Data):
         raise ValueError("a mixture is audited part by part: data=<the part's name>")
