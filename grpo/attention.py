@@ -124,8 +124,8 @@ KERNELS: dict[str, Kernel] = {"torch": _varlen, "flash4": flash4.attend}  # mode
 
 
 def implementation(kernel: str) -> str:
-    """Its name for transformers."""
-    return f"{NAME}_{kernel}"
+    """Its name for transformers, which takes every name with "flash" in it for one of its own."""
+    return f"{NAME}_{list(KERNELS).index(kernel)}"
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -209,6 +209,7 @@ def test_where_flash4_cannot_run_is_said(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.filterwarnings("ignore")  # of the DSL that flash4 is written in
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_cuda_packed_equals_alone_and_float64(kind: str, kernel: str) -> None:
