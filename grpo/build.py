@@ -3,17 +3,22 @@
 With a team they are sharded over its ranks.
 """
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from grpo import flash4
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 from grpo.settings import Model, Train
 
 if TYPE_CHECKING:
     from grpo.team import Team
+
+log = logging.getLogger(__name__)
 
 
 def make_policy(
@@ -31,7 +36,7 @@ def make_policy(
         "dtype": model.dtype,
         "checkpointing": model.checkpointing,
         "compile": compile,
-        "attention": model.attention,
+        "attention": _attention(model, device),
         "trainable": trainable,
     }
     policy = _policy("policy", team, path, device, settings)
@@ -41,8 +46,17 @@ def make_policy(
 
 def make_reference(path: str | Path, model: Model, device: str, team: "Team | None" = None) -> Policy:
     """The policy that a KL penalty pulls to."""
-    settings = {"dtype": model.dtype, "attention": model.attention, "trainable": False}
+    settings = {"dtype": model.dtype, "attention": _attention(model, device), "trainable": False}
     return _policy("reference", team, path, device, settings)
+
+
+def _attention(model: Model, device: str) -> str:
+    if model.attention != "auto":
+        return model.attention
+    reason = flash4.missing(torch.device(device), getattr(torch, model.dtype))
+    if reason and device != "cpu":
+        log.info("attention: torch's kernel, not flash4: %s", reason)
+    return "torch" if reason else "flash4"
 
 
 def _policy(name: str, team: "Team | None", path: str | Path, device: str, settings: dict[str, Any]) -> Policy:

@@ -89,7 +89,7 @@ class Model(Checked):
         self.one_of("optimizer", ("adamw", "adamw_bf16"))
         self.one_of("schedule", ("constant", "cosine"))
         self.one_of("checkpointing", ("none", "selective", "full"))
-        self.one_of("attention", ("torch", "flash4"))
+        self.one_of("attention", ("auto", "torch", "flash4"))
         self.at_least(0, "lr", "weight_decay", "warmup_steps")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"model.device={self.device!r}: auto, cpu, cuda or cuda:<index>")

@@ -34,6 +34,7 @@ MODEL = Model(
     warmup_steps=0,
     schedule="constant",
     checkpointing="full",
+    attention="torch",
     compile="auto",
     server_memory=0.3,
 )

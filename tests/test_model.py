@@ -1,5 +1,6 @@
 """The policy: packed, padded and one by one agree; tied and untied heads; what cannot be trained is refused."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from grpo import build, flash4
 from grpo.batch import MicroBatch, Sequence, pack
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
@@ -383,3 +385,12 @@ def test_cuda_equals_the_cpu(folder: Path, dtype: str, compile: bool, checkpoint
 def test_attention_that_cannot_run_here_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.attention=flash4: .*; or set model\.attention=torch"):
         Policy(folder, attention="flash4")
+
+
+def test_attention_auto_takes_flash4_only_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Namespace(attention="auto", dtype="bfloat16")
+    assert build._attention(model, "cpu") == "torch"
+    monkeypatch.setattr(flash4, "missing", lambda device, dtype: None)
+    assert build._attention(model, "cuda") == "flash4"
+    model.attention = "torch"
+    assert build._attention(model, "cuda") == "torch"
