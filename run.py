@@ -368,6 +368,7 @@ def make(
         tokens_per_microbatch=train.tokens_per_microbatch,
         reward_weights=scorer.weights,
         pad_to=policy.pad_to,
+        share_prompts=train.share_prompts,
         check=loader.check,
         keep_logprobs=train.record_tokens,
     )

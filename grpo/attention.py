@@ -8,7 +8,10 @@ takes the tokens back out.
 Features of an attention that neither way computes are refused, never ignored: soft-capping, sinks, position biases,
 attention that is not causal. Sliding windows are right on both.
 
-Shapes: T tokens of the pack, B sequences, L the longest, H heads, D head dimension.
+Where sequences share a prompt, the pack holds it once (`grpo.batch`). Both ways then attend over the sequences in full:
+queries, keys and values are taken from the pack for each of them, and each token's output from one of its places.
+
+Shapes: T tokens of the pack, F of the sequences in full, B sequences, L the longest, H heads, D head dimension.
 """
 
 import functools
@@ -30,23 +33,32 @@ NAME = "grpo_packed"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def packing(cu_seqlens: Tensor, max_seqlen: int, dtype: torch.dtype) -> dict[str, Any]:
+def packing(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dtype: torch.dtype,
+    unfold_F: Tensor | None = None,
+    fold_T: Tensor | None = None,
+) -> dict[str, Any]:
     """Keyword arguments for a transformers model that say where the sequences of a pack begin and end.
 
-    cu_seqlens: int32 [B + 1], from 0 to T; max_seqlen: the longest sequence; dtype: what the model computes in.
+    cu_seqlens: int32 [B + 1], from 0 to F; max_seqlen: the longest sequence; dtype: what the model computes in;
+    unfold_F, fold_T: as a `MicroBatch` has them, or None where F is T.
     """
     if cu_seqlens.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         # The kernel only sizes its grid by it, so a power of two does, and compiled layers see few values.
-        return {"cu_seq_lens_q": cu_seqlens, "max_length_q": 1 << (max(max_seqlen, 512) - 1).bit_length()}
+        borders = {"cu_seq_lens_q": cu_seqlens, "max_length_q": 1 << (max(max_seqlen, 512) - 1).bit_length()}
+        return borders if unfold_F is None else {**borders, "packed_unfold_F": unfold_F, "packed_fold_T": fold_T}
     # Worked out once per micro-batch rather than in every layer.
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     offset_L = torch.arange(max_seqlen, device=cu_seqlens.device)
     real_BL = offset_L < lengths[:, None]
-    return {
-        # Padding repeats the row's first token: finite, and behind every token that could see it.
-        "packed_gather_BL": starts[:, None] + offset_L * real_BL,
-        "packed_slots_T": real_BL.flatten().nonzero().squeeze(1),
-    }
+    # Padding repeats the row's first token: finite, and behind every token that could see it.
+    gather_BL = starts[:, None] + offset_L * real_BL
+    slots_F = real_BL.flatten().nonzero().squeeze(1)
+    if unfold_F is None or fold_T is None:
+        return {"packed_gather_BL": gather_BL, "packed_slots_T": slots_F}
+    return {"packed_gather_BL": unfold_F[gather_BL], "packed_slots_T": slots_F[fold_T]}
 
 
 def packed_attention(
@@ -63,6 +75,8 @@ def packed_attention(
     max_length_q: int | None = None,
     packed_gather_BL: Tensor | None = None,
     packed_slots_T: Tensor | None = None,
+    packed_unfold_F: Tensor | None = None,
+    packed_fold_T: Tensor | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -87,10 +101,19 @@ def packed_attention(
         # A window of W counts the token itself; the kernels count what lies to its left.
         left = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
         q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if packed_unfold_F is not None and packed_fold_T is not None:
+            q_THD, k_THD, v_THD = (_unfold(x, packed_unfold_F) for x in (q_THD, k_THD, v_THD))
         out_THD = (kernel or _varlen)(q_THD, k_THD, v_THD, cu_seq_lens_q, max_length_q, scaling, left)
+        if packed_fold_T is not None:
+            out_THD = out_THD.index_select(0, packed_fold_T)
     else:
         raise ValueError(f"{type(module).__name__} does not hand the sequences' borders to its attention")
     return out_THD.unsqueeze(0), None
+
+
+def _unfold(x_THD: Tensor, unfold_F: Tensor) -> Tensor:
+    """[F, H, D]. By way of float32, in which the gradients of a prompt's places are then added up."""
+    return x_THD.float().index_select(0, unfold_F).to(x_THD.dtype)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, left: int) -> Tensor:

@@ -10,7 +10,12 @@ or a gradient. Left out: cutting a sequence in two (a sequence longer than the b
 The same holds for tokens of a trained sequence that nobody sampled (observations between turns): the model reads them,
 and none of the N arrays has a place for them.
 
-Shapes: T tokens of a micro-batch, B sequences, N trained tokens (the completions' sampled tokens).
+A group's sequences begin with the same prompt. With `share_prompts` a micro-batch holds it once: its hidden states are
+the same in each of them, and all but attention works on single tokens. Attention sees the sequences in full
+(`unfold_F`), so each token still sees its own prompt and its own completion, and nothing else.
+
+Shapes: T tokens of a micro-batch, F of its sequences in full (F = T where no prompt is shared), B sequences, N trained
+tokens (the completions' sampled tokens).
 """
 
 import heapq
@@ -52,7 +57,7 @@ class Sequence:
 class MicroBatch:
     """Whole sequences packed end to end. The model sees [1, T]; the loss sees the N arrays, in the same order.
 
-    `cu_seqlens` are the sequences' borders (one more entry where the tail of T is padding, which forms a sequence of
+    `cu_seqlens` are the sequences' borders in F (one more entry where the tail is padding, which forms a sequence of
     its own that predicts nothing). `predict_N[n]` is the position whose next-token distribution gives token n, the
     token itself being `targets_N[n]`.
     """
@@ -71,6 +76,9 @@ class MicroBatch:
     rows: list[int]  # which sequences of the optimizer batch these are
     num_sequences: int  # B
     lengths: list[int]  # trained tokens of each sequence, which add up to N
+    # Where prompts are shared: the place in T of each token of F, and a place in F of each token of T. int64.
+    unfold_F: Tensor | None = None
+    fold_T: Tensor | None = None
     # Where several ranks compute it at once (`join`): the part of each, on the CPU.
     shards: list["MicroBatch"] = field(default_factory=list)
 
@@ -148,10 +156,13 @@ def pack(
     tokens_per_microbatch: int,
     context: int,
     pad_to: int | None = None,
+    share_prompts: bool = False,
     rank: int = 0,
     ranks: int = 1,
 ) -> list[MicroBatch]:
     """The micro-batches of one rank, on the CPU. `rows` counts in `sequences`.
+
+    `share_prompts` keeps sequences of one prompt together as far as the budget allows, and has their prompt once.
 
     `pad_to` fills T up to a multiple of this number, which compiled layers want; None adds no token. An empty
     micro-batch (see `plan`) has one token, no sequence and N = 0: its loss is 0 and its backward pass touches every
@@ -167,20 +178,43 @@ def pack(
                 f"row {row} has {len(s)} tokens ({len(s.prompt_ids)} prompt + {len(s.completion_ids)} completion), "
                 f"the model's context is {context}: lower data.max_prompt_tokens or data.max_tokens"
             )
-    rows_by_microbatch = plan([len(s) for s in sequences], tokens_per_microbatch, ranks)[rank]
-    return [_pack_one(sequences, rows, pad_to) for rows in rows_by_microbatch]
+    if share_prompts:
+        units = _units(sequences, tokens_per_microbatch)
+    else:
+        units = [[row] for row in range(len(sequences))]
+    sizes = [len(sequences[rows[0]].prompt_ids) + sum(len(sequences[r].completion_ids) for r in rows) for rows in units]
+    planned = plan(sizes, tokens_per_microbatch, ranks)[rank]
+    rows_by_microbatch = [sorted(row for unit in chosen for row in units[unit]) for chosen in planned]
+    return [_pack_one(sequences, rows, pad_to, share_prompts) for rows in rows_by_microbatch]
+
+
+def _units(sequences: Seq[Sequence], budget: int) -> list[list[int]]:
+    """Rows of one prompt together, as many as the budget takes with the prompt counted once."""
+    units: list[list[int]] = []
+    latest: dict[tuple[int, ...], tuple[int, int]] = {}  # prompt -> its newest unit, tokens in it
+    for row, s in enumerate(sequences):
+        key = tuple(s.prompt_ids)
+        unit, size = latest.get(key, (-1, budget))
+        if size + len(s.completion_ids) > budget:
+            unit, size = len(units), len(s.prompt_ids)
+            units.append([])
+        units[unit].append(row)
+        latest[key] = unit, size + len(s.completion_ids)
+    return units
 
 
 def join(shards: Seq[MicroBatch]) -> MicroBatch:
     """One micro-batch of those that the ranks compute at once (the same number of each one's `pack`), end to end."""
     starts_T = np.cumsum([0, *(len(mb.ids_T) for mb in shards)]).tolist()
+    starts_F = np.cumsum([0, *(int(mb.cu_seqlens[-1]) for mb in shards)]).tolist()
     starts_B = np.cumsum([0, *(mb.num_sequences for mb in shards)]).tolist()
 
     def cat(name: str, shifts: Seq[int] = ()) -> Tensor:
         values = [getattr(mb, name) for mb in shards]
         return torch.cat([x + shift for x, shift in zip(values, shifts, strict=False)] if shifts else values)
 
-    borders = [mb.cu_seqlens[1:] + start for mb, start in zip(shards, starts_T, strict=False)]
+    borders = [mb.cu_seqlens[1:] + start for mb, start in zip(shards, starts_F, strict=False)]
+    shared = shards[0].unfold_F is not None
     return MicroBatch(
         ids_T=cat("ids_T"),
         positions_T=cat("positions_T"),
@@ -196,31 +230,49 @@ def join(shards: Seq[MicroBatch]) -> MicroBatch:
         rows=[row for mb in shards for row in mb.rows],
         num_sequences=starts_B[-1],
         lengths=[length for mb in shards for length in mb.lengths],
+        unfold_F=cat("unfold_F", starts_T) if shared else None,
+        fold_T=cat("fold_T", starts_F) if shared else None,
         shards=list(shards),
     )
 
 
-def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> MicroBatch:
+def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None, share_prompts: bool) -> MicroBatch:
     chosen = [sequences[row] for row in rows]
-    lengths = [len(s) for s in chosen]
     places = [s.trained() for s in chosen]
     trained = [len(p) for p in places]
-    total = sum(lengths)
-    padding = max(1 - total, 0)
+    ids: list[int] = []
+    positions: list[int] = []
+    in_T: list[np.ndarray] = []  # of each sequence: where its tokens are
+    prompts: dict[tuple[int, ...], int] = {}
+    for s in chosen:
+        P, C = len(s.prompt_ids), len(s.completion_ids)
+        start = prompts.get(tuple(s.prompt_ids)) if share_prompts else None
+        if start is None:
+            start = prompts[tuple(s.prompt_ids)] = len(ids)
+            ids += s.prompt_ids
+            positions += range(P)
+        in_T.append(np.concatenate([np.arange(start, start + P), np.arange(len(ids), len(ids) + C)]))
+        ids += s.completion_ids
+        positions += range(P, P + C)
+    padding = max(1 - len(ids), 0)
     if pad_to is not None:
-        padding = max(padding, -total % pad_to)
-    spans = [*lengths, padding] if padding else lengths
-    ids = [token for s in chosen for token in (*s.prompt_ids, *s.completion_ids)] + [0] * padding
-    starts = np.cumsum([0, *lengths])[:-1]
+        padding = max(padding, -len(ids) % pad_to)
     # token j of a completion is predicted from the position before it
     predict = [
-        np.asarray(p, np.int64) + (start + len(s.prompt_ids) - 1)
-        for start, s, p in zip(starts, chosen, places, strict=True)
+        span[np.asarray(p, np.int64) + (len(s.prompt_ids) - 1)] for span, s, p in zip(in_T, chosen, places, strict=True)
     ]
+    if padding:
+        in_T.append(np.arange(len(ids), len(ids) + padding))
+        ids += [0] * padding
+        positions += range(padding)
+    spans = [len(span) for span in in_T]
+    unfold_F = np.concatenate(in_T).astype(np.int64)
+    fold_T = np.empty(len(ids), np.int64)
+    fold_T[unfold_F[::-1]] = np.arange(len(unfold_F))[::-1]  # the first of its places
     repeats = torch.tensor(trained, dtype=torch.int64)
     return MicroBatch(
         ids_T=torch.tensor(ids, dtype=torch.int64),
-        positions_T=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in spans])),
+        positions_T=torch.tensor(positions, dtype=torch.int64),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *spans]).astype(np.int32)),
         max_seqlen=max(spans),
         predict_N=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *predict]).astype(np.int64)),
@@ -235,4 +287,6 @@ def _pack_one(sequences: Seq[Sequence], rows: list[int], pad_to: int | None) -> 
         rows=rows,
         num_sequences=len(rows),
         lengths=trained,
+        unfold_F=torch.from_numpy(unfold_F) if share_prompts else None,
+        fold_T=torch.from_numpy(fold_T) if share_prompts else None,
     )

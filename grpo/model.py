@@ -135,14 +135,25 @@ class Policy:
             self.tokenizer.save_pretrained(path)
 
     def pack(
-        self, sequences: Seq[Sequence], *, tokens_per_microbatch: int, pad_to: int | None = None
+        self,
+        sequences: Seq[Sequence],
+        *,
+        tokens_per_microbatch: int,
+        pad_to: int | None = None,
+        share_prompts: bool = False,
     ) -> list[MicroBatch]:
         """Micro-batches as `logprobs` takes them, on the CPU. ValueError for a sequence longer than `context`."""
-        return pack(sequences, tokens_per_microbatch=tokens_per_microbatch, context=self.context, pad_to=pad_to)
+        return pack(
+            sequences,
+            tokens_per_microbatch=tokens_per_microbatch,
+            context=self.context,
+            pad_to=pad_to,
+            share_prompts=share_prompts,
+        )
 
     def hidden(self, mb: MicroBatch) -> Tensor:
         """Hidden states [N, D] at the positions that predict the trained tokens, differentiable."""
-        borders = packing(mb.cu_seqlens, mb.max_seqlen, self.dtype)
+        borders = packing(mb.cu_seqlens, mb.max_seqlen, self.dtype, mb.unfold_F, mb.fold_T)
         output = self.body(input_ids=mb.ids_T[None], position_ids=mb.positions_T[None], use_cache=False, **borders)
         return output.last_hidden_state.squeeze(0).index_select(0, mb.predict_N)
 

@@ -49,6 +49,7 @@ class Train(Checked):
     batch_size: int
     minibatches: int
     tokens_per_microbatch: int
+    share_prompts: bool
     max_grad_norm: float
     eval_every: int
     eval_samples: int

@@ -55,7 +55,12 @@ class ShardedPolicy(Policy):
         return [p for p in self._weights.values() if p.requires_grad]
 
     def pack(
-        self, sequences: Seq[Sequence], *, tokens_per_microbatch: int, pad_to: int | None = None
+        self,
+        sequences: Seq[Sequence],
+        *,
+        tokens_per_microbatch: int,
+        pad_to: int | None = None,
+        share_prompts: bool = False,
     ) -> list[MicroBatch]:
         """`tokens_per_microbatch` is each rank's."""
         by_rank = [
@@ -64,6 +69,7 @@ class ShardedPolicy(Policy):
                 tokens_per_microbatch=tokens_per_microbatch,
                 context=self.context,
                 pad_to=pad_to,
+                share_prompts=share_prompts,
                 rank=rank,
                 ranks=self.team.ranks,
             )

@@ -54,6 +54,7 @@ class TrainStep:
         tokens_per_microbatch: int,
         reward_weights: dict[str, float],
         pad_to: int | None = None,
+        share_prompts: bool = False,
         check: Callable[[], None] = lambda: None,
         keep_logprobs: bool = False,
     ) -> None:
@@ -68,6 +69,7 @@ class TrainStep:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.reward_weights = reward_weights
         self.pad_to = pad_to
+        self.share_prompts = share_prompts
         self.check = check
         self.keep_logprobs = keep_logprobs
 
@@ -119,7 +121,10 @@ class TrainStep:
         if not sequences:
             return []
         micro_batches = self.policy.pack(
-            sequences, tokens_per_microbatch=self.tokens_per_microbatch, pad_to=self.pad_to
+            sequences,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            pad_to=self.pad_to,
+            share_prompts=self.share_prompts,
         )
         names = [_name(c) for _, c in chosen]
         return [(mb.to(self.policy.device), [names[row] for row in mb.rows]) for mb in micro_batches]

@@ -86,6 +86,7 @@ def trainer(
         minibatches=minibatches,
         tokens_per_microbatch=budget,
         reward_weights={},
+        share_prompts=team is not None and dtype == "float32",
     )
 
 

@@ -56,6 +56,7 @@ def compare(
     reference: Policy | None,
     optimizer: Optimizer,
     tokens_per_microbatch: int,
+    share_prompts: bool,
 ) -> Comparison:
     """The first loss is the run's own. `version`: of the policy's weights; a token's lag counts from it.
 
@@ -74,6 +75,7 @@ def compare(
             temperature=facts["temperature"],
             minibatches=facts["minibatches"],
             tokens_per_microbatch=tokens_per_microbatch,
+            share_prompts=share_prompts,
             reward_weights=facts["reward_weights"],
             pad_to=policy.pad_to,
         )

@@ -86,6 +86,7 @@ def run(request: Request) -> dict[str, Any]:
             reference=reference,
             optimizer=optimizer,
             tokens_per_microbatch=train.tokens_per_microbatch,
+            share_prompts=train.share_prompts,
         )
         at_its_weights = record.version == version
         compared.append(
