@@ -3,11 +3,12 @@
     python benchmarks/train_step.py --out results.json                 # Qwen3-4B's shape, random weights, CUDA
     python benchmarks/train_step.py --tiny                             # a smoke test on any machine
     python benchmarks/train_step.py --only "packed compiled 8k" ...
+    python benchmarks/train_step.py --group 8 --only "packed compiled 8k, shared prompts" ...
 
-64 sequences of 200 prompt tokens and 64 to 512 completion tokens, uniform. MFU counts 6 FLOP per parameter and real
-token (no padding, no attention, no recomputation), over the datasheet's 989 TFLOP/s and over what a large product
-reaches on this machine in this run. Each variant is checked against `plain`, what a user would write with transformers:
-rows padded on the right, full logits in float32, gradient checkpointing.
+64 sequences of 200 prompt tokens and 64 to 512 completion tokens, uniform, `--group` of them with the same prompt.
+MFU counts 6 FLOP per parameter and real token (no padding, no attention, no recomputation), over the datasheet's 989
+TFLOP/s and over what a large product reaches on this machine in this run. Each variant is checked against `plain`,
+what a user would write with transformers: rows padded on the right, full logits in float32, gradient checkpointing.
 """
 
 import argparse
@@ -48,6 +49,7 @@ class Variant:
     checkpointing: Checkpointing = "none"
     compile: bool = False
     attention: str = "torch"
+    share_prompts: bool = False
     static: bool = False  # T filled up to the budget, and layers specialised for it
     one_pass: bool = True  # `Policy.backward` rather than `Policy.logprobs` and a backward pass
     optimizer: bool = False  # AdamW with its state, and its step in the time
@@ -57,6 +59,8 @@ class Variant:
 VARIANTS = [
     Variant("packed compiled 8k", 8192, compile=True, profile=True),
     Variant("packed compiled 8k, flash4", 8192, compile=True, attention="flash4", profile=True),
+    Variant("packed compiled 8k, shared prompts", 8192, compile=True, share_prompts=True),
+    Variant("packed compiled 8k, flash4, shared prompts", 8192, compile=True, attention="flash4", share_prompts=True),
     Variant("packed compiled 8k, static T", 8192, compile=True, static=True),
     Variant("packed compiled 8k, two passes", 8192, compile=True, one_pass=False),
     Variant("packed compiled 11k", 11008, compile=True),
@@ -86,12 +90,14 @@ def save_model(shape: str, folder: Path, device: str) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def make_batch(count: int, prompt: int, low: int, high: int, vocabulary: int) -> list[Sequence]:
+def make_batch(count: int, prompt: int, low: int, high: int, vocabulary: int, group: int = 1) -> list[Sequence]:
     draw = random.Random(0)
     lengths = [draw.randint(low, high) for _ in range(count)]
-    rows = []
-    for n in lengths:
+    rows: list[Sequence] = []
+    for row, n in enumerate(lengths):
         ids = [draw.randrange(4, min(vocabulary, 100_000)) for _ in range(prompt + n)]
+        if row % group:
+            ids[:prompt] = rows[-1].prompt_ids
         # about what a random model gives, so that some ratios are clipped and most are not
         old = [-11.9 + 0.3 * draw.gauss(0, 1) for _ in range(n)]
         rows.append(Sequence(ids[:prompt], ids[prompt:], old, [0] * n, draw.gauss(0, 1), 1 / sum(lengths)))
@@ -189,6 +195,7 @@ def run_variant(v: Variant, folder: Path, rows: list[Sequence], device: str, rep
         tokens_per_microbatch=v.budget,
         context=policy.context,
         pad_to=v.budget if v.static else policy.pad_to,
+        share_prompts=v.share_prompts,
     )
     pack_ms = 1e3 * (time.perf_counter() - start)
     packed = [mb.to(device) for mb in packed]
@@ -223,7 +230,7 @@ def run_variant(v: Variant, folder: Path, rows: list[Sequence], device: str, rep
         "s": seconds,
         "peak GB": peak,
         "micro-batches": len(packed),
-        "padding": 1 - sum(map(len, rows)) / tokens,
+        "computed / real": tokens / sum(map(len, rows)),  # padding makes it more than 1, shared prompts less
         "warm-up s": warm_s,
         "pack ms": pack_ms,
         "_logprobs": first,
@@ -325,6 +332,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="4b")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and batch, for a smoke test")
     parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--group", type=int, default=1, help="sequences with the same prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -333,14 +341,15 @@ def main() -> None:
     workload = (8, 5, 4, 30) if options.tiny else (64, 200, 64, 512)
     variants = [v for v in VARIANTS if not options.only or v.name in options.only]
     if options.tiny:
-        variants = [Variant("packed eager", 64), Variant("full, with AdamW's step", 40, "full", optimizer=True)]
+        variants = [Variant("packed eager", 64), Variant("packed eager, shared prompts", 64, share_prompts=True)]
+        variants += [Variant("full, with AdamW's step", 40, "full", optimizer=True)]
     ceiling = measure.matmul_ceiling(device)
     print(f"bf16 product: {ceiling / 1e12:.0f} TFLOP/s", flush=True)
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(shape, folder, device)
-        rows = make_batch(*workload, vocabulary=512 if shape == "tiny" else 151_936)
+        rows = make_batch(*workload, 512 if shape == "tiny" else 151_936, options.group)
         tokens = sum(map(len, rows))
         alone = {
             kernel: one_by_one(folder, rows, device, 64 if options.tiny else 8192, kernel)
@@ -358,6 +367,7 @@ def main() -> None:
             "shape": shape,
             "parameters": parameters,
             "sequences, prompt, completion from, to": workload,
+            "sequences of a prompt": options.group,
             "tokens": tokens,
             "bf16_flops": ceiling,
             "packed against one by one": alone,
