@@ -462,9 +462,66 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
     visit(build_run(make_hostile(tmp_path / "run")), work)
 
 
+def test_the_timeline_has_generation_under_training(good: Path) -> None:
+    """Two lanes over the same clock: widths are seconds, heights open requests; the marks tell the time."""
+    metrics = [json.loads(line) for line in (good / "metrics.jsonl").read_text().splitlines()]
+    bars = """[...document.querySelectorAll('#timeline rect')].map((node) => [node.style.getPropertyValue('--c'),
+      ...['x', 'y', 'width', 'height'].map((key) => Number(node.getAttribute(key)))])"""
+
+    async def work(page: Page) -> None:
+        first, last = map(int, re.findall(r"\d+", await page.evaluate(text("#timeline .controls > .muted"))))
+        shown = metrics[first - 1 : last]
+        assert len(shown) == 20
+        lanes: dict[str, list[list[float]]] = {}
+        for name, *numbers_ in await page.evaluate(bars):
+            lanes.setdefault(name, []).append(numbers_)
+        start = shown[0]["time/elapsed_s"] - shown[0]["time/step_s"]
+        scale = (lanes["var(--generate)"][-1][0] + lanes["var(--generate)"][-1][2] + 0.4 - 78) / (
+            shown[-1]["time/elapsed_s"] - start
+        )
+        most = max(line["sampler/open_requests_mean"] for line in metrics)
+        for i, line in enumerate(shown):
+            begin = 78 + scale * (line["time/elapsed_s"] - line["time/step_s"] - start)
+            x, y, width, _ = lanes["var(--train)"][i]
+            assert x == pytest.approx(begin + scale * line["time/wait_rollouts_s"], abs=0.1)
+            assert width + 0.4 == pytest.approx(scale * line["time/train_s"], abs=0.1)
+            below = lanes["var(--generate)"][i]
+            assert below[0] == pytest.approx(begin, abs=0.1)
+            assert below[0] <= x
+            assert x + width <= below[0] + below[2] + 0.1
+            assert below[1] > y
+            assert below[3] == pytest.approx(26 * line["sampler/open_requests_mean"] / most)
+        await page.evaluate("document.querySelector('#timeline .segments button').click()")
+        view = [int(x) for x in re.findall(r"\d+", await page.evaluate(text("#timeline .controls > .muted")))]
+        assert view[1] - view[0] == 4
+        assert "generation went on during at least" in await page.evaluate(text("#time"))
+
+    visit(good / "report.html", work)
+
+
+def test_marks_of_the_timeline_differ_late_in_a_long_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", RunSpec(steps=24))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["time/elapsed_s"] += 7200
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def work(page: Page) -> None:
+        marks = await page.evaluate(
+            "[...document.querySelectorAll('#timeline svg text')].map((node) => node.textContent)"
+        )
+        assert marks[:2] == ["trainer", "generation"]
+        assert len(marks) > 4
+        assert len(set(marks)) == len(marks)
+        assert all(re.fullmatch(r"2:00:\d\d(\.\d)?", mark) for mark in marks[2:])
+
+    visit(build_run(folder), work)
+
+
 def test_an_empty_run_opens(tmp_path: Path) -> None:
     async def work(page: Page) -> None:
         assert "there is nothing to judge" in await page.evaluate(text("#warnings"))
+        assert await page.evaluate("document.querySelector('#settings > h2').nextSibling.nodeName") != "#text"
 
     visit(build_run(make_empty(tmp_path / "run")), work)
 

@@ -168,6 +168,30 @@ def test_every_knob_is_a_key_of_the_configuration() -> None:
     assert [knob for knob in knobs if knob.split(".")[1] not in keys[knob.split(".")[0]]] == []
 
 
+def test_every_finding_has_a_number_a_plot_on_the_page_and_a_knob(tmp_path: Path) -> None:
+    """Of one run with nearly every fault. Bugs of the framework have no knob, unknown time has none either."""
+
+    def faults(row: dict[str, Any]) -> None:
+        row["entropy"] = 1.0 if row["step"] <= 4 else 0.01
+        row |= {"completion/truncated_fraction": 0.5, "clip/fraction": 0.5, "lag/mean": 1.0, "lag/max": 2}
+        row |= {"lag_0/tokens": 10, "lag_0/kl": 1.0, "lag_1/tokens": 500, "lag_1/ess": 0.1, "grad_norm": 0.0}
+        row |= {"time/step_s": 1.0, "time/wait_rollouts_s": 0.5, "time/train_s": 0.1, "time/sync_s": 0.1}
+        row |= {"sampler/idle_fraction": 0.9, "tokens/masked": row["tokens/generated"], "reward/mean": row["step"]}
+
+    def worse(row: dict[str, Any]) -> None:
+        row["accuracy"] = row["low"] = row["high"] = 0.5 - row["step"] / 1000
+
+    data = data_after(tmp_path, faults, RunSpec(steps=40, dead_rewards=True), evals=worse)
+    assert len(data["findings"]) == len(RULES) + 1  # idle: both sides
+    script = (Path(findings.__file__).parent / "static" / "run.js").read_text()
+    sections = set(re.findall(r'^    \["(\w+)", "', script, re.MULTILINE))
+    assert len(sections) == 9
+    for finding in data["findings"]:
+        assert re.search(r"\d", finding["number"]), finding
+        assert finding["plot"] in sections
+        assert finding["knobs"] or "bug of the framework" in finding["text"] or "% of the time" in finding["number"]
+
+
 def test_trends_need_steps(tmp_path: Path) -> None:
     def collapse(row: dict[str, Any]) -> None:
         sound(row)

@@ -158,7 +158,7 @@ def entropy_holds(f: Facts) -> Iterator[Finding]:
         "Entropy fell below a fifth of where it began"
         + (", with the task solved." if solved else ": the policy has stopped exploring, and groups become alike."),
         "update",
-        () if solved else ("loss.entropy_coefficient", "loss.clip_high", "model.lr"),
+        ("train.steps",) if solved else ("loss.entropy_coefficient", "loss.clip_high", "model.lr"),
     )
 
 
@@ -257,7 +257,7 @@ def lag_below_bound(f: Facts) -> Iterator[Finding]:
             # One less than 1 is synchronous training, which is another matter.
             + (" A smaller bound gives fresher data; sweep it to see what it costs in speed." if bound > 1 else ""),
             "staleness",
-            ("rollout.max_staleness",) if bound > 1 else (),
+            ("rollout.max_staleness",),
         )
 
 

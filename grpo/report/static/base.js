@@ -52,7 +52,7 @@ const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
 function duration(s) {
   if (!known(s)) return "–";
-  if (s < 1) return `${fmt(s * 1000, 2)} ms`;
+  if (s > 0 && s < 1) return `${fmt(s * 1000, 2)} ms`;
   if (s < 100) return `${fmt(s, 3)} s`;
   if (s < 6000) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
   if (s < 48 * 3600) return `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;

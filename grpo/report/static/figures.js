@@ -154,7 +154,7 @@ function heatMap({ rows, columns, rowName, columnName, cell, better = 1 }) {
       el(
         "tr",
         {},
-        el("th", { scope: "col" }, `${rowName} ↓  ${columnName} →`),
+        el("th.corner", { scope: "col" }, `${rowName} ↓`, el("br", {}), `${columnName} →`),
         columns.map((c) => el("th.num", { scope: "col" }, c)),
       ),
     ),

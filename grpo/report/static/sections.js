@@ -271,7 +271,7 @@ function rolloutsSection(data) {
 
 function settings(data) {
   const keys = Object.keys(data.series.columns).filter((key) => key !== "step");
-  const any = keys.length && el("div.card.wide", {});
+  const any = keys.length > 0 && el("div.card.wide", {});
   if (any) {
     const start = keys.includes("reward/mean") ? "reward/mean" : keys[0];
     const made = chart({ title: "Any metric", lines: [line(data, start, start, "var(--c0)", "step")] });

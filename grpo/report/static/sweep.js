@@ -135,15 +135,6 @@ function armsSection(data) {
   const columns = [
     ...data.knobs.map((knob) => ({ name: data.short[knob], title: knob, value: (arm) => arm.values[knob] })),
     {
-      name: "n",
-      num: true,
-      value: (arm) => arm.result?.n,
-      cell: (arm) => [
-        String(arm.result?.n ?? 0),
-        arm.missing ? el("span.flag.warn", {}, ` ${arm.missing} missing`) : "",
-      ],
-    },
-    {
       name: "mean",
       num: true,
       value: (arm) => arm.result?.mean,
@@ -159,6 +150,16 @@ function armsSection(data) {
     ...QUANTITIES.slice(1)
       .filter(([, , of]) => data.arms.some((arm) => known(of(arm))))
       .map(([, name, of, text]) => ({ name, num: true, value: of, cell: (arm) => text(of(arm)) })),
+    {
+      name: "n",
+      num: true,
+      value: (arm) => arm.result?.n,
+      cell: (arm) => [
+        String(arm.result?.n ?? 0),
+        " ",
+        arm.missing ? el("span.flag.warn", {}, `${arm.missing} missing`) : "",
+      ],
+    },
     {
       name: "flags",
       value: (arm) => arm.flags.join(", "),

@@ -241,6 +241,15 @@ function jobsSection(data) {
         value: (job) => job.state,
         cell: (job) => el(`span.flag.${{ finished: "good", failed: "bad" }[job.state] || "warn"}`, {}, job.state),
       },
+      {
+        name: "remarks",
+        value: (job) => job.error || job.flags.join(),
+        cell: (job) => [
+          job.flags.map((flag) => el("span.flag.bad", {}, flag)),
+          job.damage.map((line) => el("span.flag.bad", {}, prose(line))),
+          job.error && el("span.excerpt.mono", {}, prose(job.error)),
+        ],
+      },
       ...data.knobs.map((knob) => ({
         name: data.short[knob],
         title: knob,
@@ -283,15 +292,6 @@ function jobsSection(data) {
       { name: "tokens", num: true, value: (job) => job.tokens, cell: (job) => count(job.tokens) },
       { name: "trainer idle", num: true, value: (job) => job.idle_trainer, cell: (job) => percent(job.idle_trainer) },
       { name: "sampler idle", num: true, value: (job) => job.idle_sampler, cell: (job) => percent(job.idle_sampler) },
-      {
-        name: "remarks",
-        value: (job) => job.error || job.flags.join(),
-        cell: (job) => [
-          job.flags.map((flag) => el("span.flag.bad", {}, flag)),
-          job.damage.map((line) => el("span.flag.bad", {}, prose(line))),
-          job.error && el("span.excerpt.mono", {}, prose(job.error)),
-        ],
-      },
     ],
   });
   const filter = (needle) => {

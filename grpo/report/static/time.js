@@ -7,6 +7,8 @@ const PARTS = [
   ["sync", "weight sync", "var(--sync)"],
   ["other", "other", "var(--other)"],
 ];
+// Parts of the whole run have the colours of the steps' parts, all others (server start, evaluation, ...) those left over.
+const REST = [3, 4, 5, 7, 2, 6];
 const WHOLE = { wait_rollouts: "var(--wait)", train: "var(--train)", sync: "var(--sync)", other: "var(--other)" };
 
 function timeSection(data) {
@@ -20,6 +22,7 @@ function timeSection(data) {
       ? `; generation went on during at least ${percent(data.overlap_s / data.time.train)} of the training time`
       : "";
   const whole = Object.entries(data.whole_time);
+  const rest = whole.map(([key]) => key).filter((key) => !WHOLE[key]);
   const sum = whole.reduce((total, [, value]) => total + value, 0);
   return [
     sum > 0 &&
@@ -28,10 +31,10 @@ function timeSection(data) {
         {},
         el("h3", {}, `The whole run: ${duration(sum)}`),
         shareBar({
-          parts: whole.map(([key, value], i) => ({
+          parts: whole.map(([key, value]) => ({
             name: PARTS.find(([part]) => part === key)?.[1] || key.replaceAll("_", " "),
             value,
-            color: WHOLE[key] || color(i + 3),
+            color: WHOLE[key] || color(REST[rest.indexOf(key) % REST.length]),
           })),
           format: duration,
           label: "Time of the run",
@@ -70,6 +73,15 @@ function timeSection(data) {
       }),
     ),
   ];
+}
+
+// 47.3 s, 47:03, 1:47:03: also late in a long run neighbouring marks differ.
+function clock(s, digits) {
+  if (s < 100) return `${s.toFixed(digits)} s`;
+  const minutes = Math.floor(s / 60);
+  const two = (x, after = 0) => x.toFixed(after).padStart(after ? 3 + after : 2, "0");
+  const rest = two(s - 60 * minutes, digits);
+  return minutes < 60 ? `${minutes}:${rest}` : `${Math.floor(minutes / 60)}:${two(minutes % 60)}:${rest}`;
 }
 
 // Two lanes over the wall-clock: what the trainer did, and how much was generated meanwhile.
@@ -157,8 +169,10 @@ function timeline(rows) {
         svg.append(box(44 + 26 - h, h, span.start, span.end, "var(--generate)"));
       }
     });
-    for (const mark of ticks(t0, t1, Math.max(2, full / 140)))
-      svg.append(el("text", { x: px(mark), y: 97, "text-anchor": "middle" }, axisText.seconds(mark)));
+    const marks = ticks(t0, t1, Math.max(2, full / 140));
+    const digits = marks.length > 1 && marks[1] - marks[0] < 1 ? 1 : 0;
+    for (const mark of marks)
+      svg.append(el("text", { x: px(mark), y: 97, "text-anchor": "middle" }, clock(mark, digits)));
     svg.setAttribute("aria-label", `Timeline. ${label.slice(0, 5).join("; ")}`);
     where.textContent = `steps ${view[0].step} to ${view.at(-1).step}`;
   }
