@@ -72,6 +72,33 @@ def test_a_run_without_a_sign_of_life_is_doubted(tmp_path: Path) -> None:
     assert read_listed(folder, tmp_path).state == "running?"
 
 
+def test_thousands_of_runs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2,000 runs of 4 kinds in 20 sweeps: each is listed once, with its own state, overrides and evaluation."""
+    kinds = [
+        make_run(tmp_path / "kinds" / str(i), RunSpec(steps=2, seed=i, state="failed" if i == 3 else "finished"))
+        for i in range(4)
+    ]
+    last = [json.loads((kind / "evals.jsonl").read_text().splitlines()[-1])["accuracy"] for kind in kinds]
+    root = tmp_path / "outputs"
+    for number in range(2000):
+        folder = root / f"sweep-{number // 100}" / str(number % 100)
+        (folder / ".hydra").mkdir(parents=True)
+        for name in ("status.json", "summary.json", "evals.jsonl", ".hydra/hydra.yaml"):
+            (folder / name).symlink_to(kinds[number % 4] / name)
+        (folder / ".hydra" / "overrides.yaml").write_text(f"- seed={number}\n")
+    rows = listed(capsys, str(root))
+    assert names(rows, root) == {f"sweep-{s}/{j}" for s in range(20) for j in range(100)}
+    for row in rows:
+        sweep_, job = str(Path(str(row["folder"])).relative_to(root)).removeprefix("sweep-").split("/")
+        number = 100 * int(sweep_) + int(job)
+        assert row["overrides"] == {"seed": str(number)}
+        assert row["state"] == ("failed" if number % 4 == 3 else "finished")
+        assert row["after"] == last[number % 4]
+    best = listed(capsys, str(root), "--sort", "eval", "--state", "finished", "--limit", "500")
+    assert {row["after"] for row in best} == {max(last[:3])}
+    assert names(listed(capsys, str(root), "--match", "seed=1234"), root) == {"sweep-12/34"}
+
+
 def test_differences(outputs: Path) -> None:
     sections = dict(diff(outputs / "sweep" / "0", outputs / "sweep" / "3"))
     assert sections["config"] == [["seed", "0", "1"], ["rollout.max_staleness", "0", "1"]]
