@@ -32,6 +32,10 @@ def truth(prompt: str, completion: str) -> bool:
     return True
 
 
+def wants_level(prompt: str, completion: str, level: int) -> float:
+    return float(level)
+
+
 def nothing(prompt: str, completion: str) -> None:
     return None
 

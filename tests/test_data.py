@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from data_tools import BOS, CHAT, NO_SYSTEM, byte_tokenizer, jsonl, load, only, prompts, write_jsonl
-from tiny import tiny_tokenizer
+from reward_tools import MINE
+from transformers import AutoTokenizer
 
 from grpo.data.rows import Reader
 
@@ -216,10 +217,15 @@ def test_text_of_any_script_arrives_as_it_is(tmp_path: Path, text: str) -> None:
     assert prompt.columns["answer"] == text.strip()
 
 
-def test_prompts_with_unknown_tokens_are_counted(tmp_path: Path) -> None:
-    loaded = load(tmp_path, [{"prompt": p, "answer": "1"} for p in ("abc", "ABC")], tiny_tokenizer())
-    assert loaded.report["train"]["with_unknown_tokens"] in (0, 1)  # a tokenizer without <unk> drops what it lacks
-    assert byte_tokenizer().unk_token_id is not None
+def test_prompts_with_unknown_tokens_are_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": p, "answer": "1"} for p in ("abc", "XYZ", "2 + 2", "كم")]
+    loaded = load(tmp_path, rows, AutoTokenizer.from_pretrained(ROOT / "models/tiny"))
+    assert loaded.report["train"]["with_unknown_tokens"] == 2
+    assert loaded.report["train"]["kept"] == 4
+    assert "train: 2 of 4 prompts have a character that the model's tokenizer does not know" in caplog.text
+    caplog.clear()
+    assert load(tmp_path, rows, byte_tokenizer()).report["train"]["with_unknown_tokens"] == 0
+    assert caplog.text == ""
 
 
 # ---- mistakes, found before anything is loaded ----
@@ -244,6 +250,11 @@ def test_prompts_with_unknown_tokens_are_counted(tmp_path: Path) -> None:
         ({"evals": {"x": {"eval_rows": -1}}}, r"data.evals.x.eval_rows=-1: must be at least 0"),
         ({"prompt": "{question}"}, r"data.prompt='\{question\}': .* has no column 'question'; it has answer, prompt"),
         ({"answer": "gold"}, r"data.answer='gold': .* has no column 'gold'; it has answer, prompt"),
+        (
+            {"reward": f"{MINE}:wants_level"},
+            r"data.reward\[wants_level\]: .*:wants_level asks for column 'level'; the data has answer, prompt",
+        ),
+        ({"environment": "guess"}, r"data.environment=guess: the data has no column 'secret'"),
     ],
 )
 def test_mistakes_name_key_and_value(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -248,8 +248,10 @@ def test_a_failure_can_be_left_out_instead() -> None:
 def test_the_own_traceback_begins_in_the_users_file() -> None:
     with hosted("Raising") as environments, pytest.raises(EnvironmentFailed) as caught:
         one_step(environments)
-    assert "my_environments.py" in str(caught.value)
-    assert "hosted.py" not in str(caught.value)
+    text = str(caught.value)
+    assert text.splitlines()[0] == "data.environment failed on row train/0: KeyError: 'my own mistake'"
+    assert "my_environments.py" in text
+    assert "hosted.py" not in text
 
 
 def test_an_endless_call_leaves_no_wait_behind() -> None:

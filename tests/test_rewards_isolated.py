@@ -45,9 +45,9 @@ def test_a_module_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"my_rewards.py.*KeyError: '4'"),
-        ("raises_late", r"my_rewards.py.*LookupError: late trouble"),
-        ("says_exit", r"my_rewards.py.*SystemExit: enough"),
+        ("raises", r"completion '4': KeyError: '4'\nTraceback .*my_rewards.py.*KeyError: '4'"),
+        ("raises_late", r"completion '4': LookupError: late trouble\nTraceback .*my_rewards.py"),
+        ("says_exit", r"completion '4': SystemExit: enough\nTraceback .*my_rewards.py"),
         ("crashes", r"killed by SIGABRT"),
         ("a_list", r"returned list of 2 \(\[1.0, 0.0\]\); one completion has one number"),
         ("a_text", r"returned a text \('1.0'\)"),

@@ -103,6 +103,13 @@ class Data:
         except ValueError as error:
             raise ValueError(str(error).replace("data.", f"{key}.", 1)) from None
 
+    def check_columns(self, columns: Sequence[str], where: str) -> None:
+        """Raises ValueError when the prompt, the reward or the environment asks for a column that is not there."""
+        self.reader.check_columns(columns, where)
+        self.rewards().check_columns({*columns, ANSWER} if self.answer else columns)
+        if self.kind is not None:
+            self.kind.check_columns(columns)
+
     # ---- what subclasses say ----
 
     @abstractmethod
@@ -146,17 +153,17 @@ class Data:
         train, held_out = self.tables()
         with self.rewards() as rewards:
             rewards.wait_ready()
-            loaded = (self._sample if self.GENERATED else self._screen)(train, held_out, tokenizer, rewards, seed)
+            if self.GENERATED:
+                loaded = self._sample(train, held_out, tokenizer, seed)
+            else:
+                loaded = self._screen(train, held_out, tokenizer, rewards, seed)
         loaded.report["seconds"] = round(time.monotonic() - started, 3)
         return loaded
 
     # ---- how ----
 
-    def _maker(self, table: Table, tokenizer: Any, rewards: Rewards) -> PromptMaker:
-        self.reader.check_columns(table.columns, f"the data ({table.name})")
-        rewards.check_columns([*table.columns, ANSWER] if self.answer else table.columns)
-        if self.kind is not None:
-            self.kind.check_columns(table.columns)
+    def _maker(self, table: Table, tokenizer: Any) -> PromptMaker:
+        self.check_columns(table.columns, f"the data ({table.name})")
         return PromptMaker(table, self.reader, self._renderer(tokenizer), self.max_prompt_tokens)
 
     def _renderer(self, tokenizer: Any) -> Renderer:
@@ -187,14 +194,14 @@ class Data:
         evals: dict[str, list[Prompt]] = {}
         reserved: set[bytes] = set()
         for name, (data, table) in held_out.items():
-            maker = data._maker(table, tokenizer, rewards)
+            maker = data._maker(table, tokenizer)
             screened = data._screened(maker, rewards, set())
             reserved |= set(screened.keys)
             chosen = choose(screened, data.eval_rows)
             report[name] = screened.report | {"used": len(chosen)}
             if chosen:
                 evals[name] = _eval_prompts(maker, chosen, evals)
-        maker = self._maker(train, tokenizer, rewards)
+        maker = self._maker(train, tokenizer)
         screened = self._screened(maker, rewards, reserved)
         if not held_out and self.eval_rows:
             reserved = hold_out(screened, self.eval_rows)
@@ -211,19 +218,12 @@ class Data:
         stream = Stream(maker, screened.kept, seed, self.epochs, screened.keys)
         return LoadedData(stream, evals, report, frozenset(reserved))
 
-    def _sample(
-        self,
-        train: Table,
-        held_out: dict[str, tuple["Data", Table]],
-        tokenizer: Any,
-        rewards: Rewards,
-        seed: int,
-    ) -> LoadedData:
+    def _sample(self, train: Table, held_out: dict[str, tuple["Data", Table]], tokenizer: Any, seed: int) -> LoadedData:
         """Rows that our own code makes are right by construction, and too many to read: a sample shows the template."""
         evals: dict[str, list[Prompt]] = {}
         for name, (data, table) in held_out.items():
-            evals[name] = _eval_prompts(data._maker(table, tokenizer, rewards), range(len(table.rows)), evals)
-        maker = self._maker(train, tokenizer, rewards)
+            evals[name] = _eval_prompts(data._maker(table, tokenizer), range(len(table.rows)), evals)
+        maker = self._maker(train, tokenizer)
         stream = Stream(maker, range(len(train.rows)), seed, self.epochs)
         sample = [p for i in range(min(SAMPLE, len(train.rows))) if (p := stream.prompt(i)) is not None]
         unknown = tokenizer.unk_token_id

@@ -35,7 +35,7 @@ class Jsonl(Data):
         train, held_out = self._sets()
         for data, files in (train, *held_out.values()):
             columns = _columns([row for file in files for row in islice(_rows(file), LOOK)])
-            data.reader.check_columns(columns, str(files[0]))
+            data.check_columns(columns, str(files[0]))
 
     def tables(self) -> tuple[Table, dict[str, tuple[Data, Table]]]:
         (_, files), held_out = self._sets()

@@ -40,7 +40,7 @@ class ReasoningGym(Data):
             raise ValueError("data=reasoning_gym: reasoning-gym is not installed: pip install 'grpo[tasks]'")
         for name, _, parameters in self.task_list:
             _create(name, parameters, size=1, seed=self.task_seed)
-        self.reader.check_columns(COLUMNS, "reasoning-gym")
+        self.check_columns(COLUMNS, "reasoning-gym")
 
     def tables(self) -> tuple[Table, dict[str, tuple[Data, Table]]]:
         total = sum(weight for _, weight, _ in self.task_list)

@@ -99,6 +99,9 @@ def screen(
     if left_out.counts:
         log.warning("%s: %d of %d rows left out: %s", table.name, len(table.rows) - len(kept), len(table.rows),
                     _reasons(left_out, len(table.rows)))  # fmt: skip
+    if unknown:
+        log.warning("%s: %d of %d prompts have a character that the model's tokenizer does not know",
+                    table.name, unknown, len(rows))  # fmt: skip
     return Screened(table, kept, keys, report)
 
 

@@ -19,7 +19,6 @@ import asyncio
 import inspect
 import logging
 import threading
-import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +29,12 @@ from grpo.environments.borders import Borders
 from grpo.rewards.base import to_number
 from grpo.rewards.side import SideLoop
 from grpo.rollout.episode import EpisodeLost, Observation, Session
+from grpo.tracebacks import own_traceback
 from grpo.types import Prompt
 
 log = logging.getLogger("grpo.environments")
 
+PACKAGE = Path(__file__).parent
 SHOWN = 3  # failures that are logged in full
 
 
@@ -115,7 +116,7 @@ class Hosted:
                     return await (method(*args) if inspect.iscoroutinefunction(method) else in_thread(method, *args))
             except Exception as error:
                 late = f"no answer within {self.kind.timeout:g} s"
-                raise EnvironmentFailed(late if deadline.expired() else own_traceback(error)) from error
+                raise EnvironmentFailed(late if deadline.expired() else own_traceback(error, PACKAGE)) from error
 
 
 class HostedSession:
@@ -198,14 +199,6 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
 
     threading.Thread(target=work, name="environment", daemon=True).start()
     return future
-
-
-def own_traceback(error: BaseException) -> str:
-    """The traceback from where it leaves this package: the user's own."""
-    trace = error.__traceback__
-    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).strip()
 
 
 def _short(value: Any) -> str:

@@ -122,7 +122,7 @@ class Tools(Kind):
         except RewardTimeoutError:
             text = f"error: no result within {self.timeout:g} s"
         except RewardError as error:
-            text = f"error: {str(error).splitlines()[-1]}"
+            text = f"error: {str(error).splitlines()[0]}"
         if len(text) > self.max_result:
             text = f"{text[: self.max_result]}... ({len(text) - self.max_result} more characters)"
         return _message(call, text)

@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,14 +41,26 @@ class Python(IsolatedReward):
     concurrency: int = 64
     timeout: float = 30.0
     memory_gb: float | None = 4.0
-    _names: frozenset[str] | None = field(default=None, init=False)
 
     def check(self) -> None:
-        """Finds the function's definition in the source. What cannot be seen there (a decorated or imported function)
-        is found out when the worker loads it."""
+        """Raises ValueError for a function that is not there or has other parameters."""
+        self._needed()
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        missing = sorted(self._needed() - set(columns))
+        if missing:
+            raise ValueError(
+                f"{self.key}: {self.path} asks for column {missing[0]!r}; the data has {', '.join(sorted(columns))}"
+            )
+
+    def _needed(self) -> set[str]:
+        """The columns that the function cannot do without, from its definition in the source. Raises ValueError.
+
+        What cannot be seen there (a decorated or imported function) is found out when the worker loads it.
+        """
         source, name = find_source(self.path, self.key), self.path.rpartition(":")[2]
         if source is None:
-            return
+            return set()
         try:
             tree = ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
         except SyntaxError as error:
@@ -60,23 +72,15 @@ class Python(IsolatedReward):
             if not any(name in bound_names(n) for n in tree.body):
                 defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
                 raise ValueError(f"{self.key}: {source} defines no {name!r}; its functions: {', '.join(defined)}")
-            return
+            return set()
         a = definition.args
         names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
         if names[:2] != list(TEXTS):
             raise ValueError(f"{self.key}: {name}({', '.join(names)}) must begin with (prompt, completion)")
-        optional = len(a.defaults)
-        needed = {*[p.arg for p in a.args[: len(a.args) - optional]]} | {
+        needed = {*[p.arg for p in a.args[: len(a.args) - len(a.defaults)]]} | {
             p.arg for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is None
         }
-        self._names = frozenset(needed - set(TEXTS))
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        missing = sorted((self._names or frozenset()) - set(columns))
-        if missing:
-            raise ValueError(
-                f"{self.key}: {self.path} asks for column {missing[0]!r}; the data has {', '.join(sorted(columns))}"
-            )
+        return needed - set(TEXTS)
 
     def options(self) -> dict[str, Any]:
         return {"path": self.path}

@@ -24,11 +24,13 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo.tracebacks import own_traceback
+
+PACKAGE = Path(__file__).parent
 HEADER = struct.Struct("!I")
 PR_SET_PDEATHSIG = 1
 
@@ -65,16 +67,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
 def _answer(call: int, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, str, Any]:
     try:
         return call, "ok", function(*args)
-    except BaseException:  # SystemExit and KeyboardInterrupt too: a reward does not end the worker
-        return call, "error", _traceback()
-
-
-def _traceback() -> str:
-    """The traceback from where it leaves this package: the user's own."""
-    kind, error, trace = sys.exc_info()
-    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(kind, error, trace)).strip()
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: a reward does not end the worker
+        return call, "error", own_traceback(error, PACKAGE)
 
 
 async def _serve_coroutines(connection: socket.socket, function: Callable[..., Any], timeout: float) -> None:
@@ -85,8 +79,8 @@ async def _serve_coroutines(connection: socket.socket, function: Callable[..., A
         try:
             async with asyncio.timeout(timeout) as deadline:
                 message = (call, "ok", await function(*args))
-        except BaseException:
-            message = (call, "late", "") if deadline.expired() else (call, "error", _traceback())
+        except BaseException as error:
+            message = (call, "late", "") if deadline.expired() else (call, "error", own_traceback(error, PACKAGE))
         writer.write(pack(message))
 
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -123,8 +117,8 @@ def main() -> None:
     _settle(memory_gb)
     try:
         function = load(target, options)
-    except BaseException:  # SystemExit too
-        connection.sendall(pack((-1, "broken", _traceback())))
+    except BaseException as error:  # SystemExit too
+        connection.sendall(pack((-1, "broken", own_traceback(error, PACKAGE))))
         return
     is_coroutine = inspect.iscoroutinefunction(function)
     connection.sendall(pack((-1, "ready", "coroutine" if is_coroutine else "function")))
