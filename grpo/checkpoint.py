@@ -99,9 +99,8 @@ class Checkpoints:
             )
 
     def _prune(self) -> None:
-        if self.keep:
-            for old in complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
+        for old in complete(self.folder)[: -self.keep]:  # keep=0: [:0], none
+            shutil.rmtree(old)
 
 
 def complete(folder: Path) -> list[Path]:

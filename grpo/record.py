@@ -110,6 +110,7 @@ class Recorder:
         self.times: dict[str, float] = {}  # seconds by part of the run, for the summary
         self.tokens: token_record.TokenRecorder | None = None  # train.record_tokens
         self._mirror_failed = False
+        self.resumed_at = resumed_at
         self._seconds_before = 0.0  # of the runs that this one resumes
         self.first_evals: dict[str, dict[str, Any]] = {}  # by name; of a resumed run, where it began
         if resumed_at is not None:

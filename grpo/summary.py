@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 def summarize(
     recorder: "Recorder", trainer: "Trainer | Evaluation | None", *, state: str, reason: str, seconds: float
 ) -> dict[str, Any]:
-    """`objective` is the last evaluation's mean reward (of the first set); None without an evaluation."""
+    """`objective` is the last evaluation's mean reward (of the first set); None without an evaluation.
+
+    seconds: of this command. resumed_at: the step that it began with, None for a run that was not resumed."""
     from grpo.evaluate import Evaluation
 
     summary: dict[str, Any] = {
@@ -20,6 +22,7 @@ def summarize(
         "reason": reason,
         "step": recorder.status["step"],
         "steps": recorder.status["steps"],
+        "resumed_at": recorder.resumed_at,
         "seconds": seconds,
         "time": dict(recorder.times),
         "eval": {},
@@ -73,7 +76,7 @@ def print_table(summary: dict[str, Any], folder: Path, page: Path | None) -> Non
         print("\n" + "\n".join(evaluation_table([line["after"] for line in summary["eval"].values()])))
         rows.append(("seconds", f"{summary['seconds']:.1f}"))
     else:
-        rows.append(("steps", f"{summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"))
+        rows.append(("steps", _steps(summary)))
         for name, line in summary["eval"].items():
             rows.append((name, f"{_rate(line['before'])} -> {_rate(line['after'])}"))
     if summary.get("throughput"):
@@ -111,6 +114,14 @@ def evaluation_table(lines: list[dict[str, Any]]) -> list[str]:
         )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def _steps(summary: dict[str, Any]) -> str:
+    """`seconds` are those of this command: of a resumed run only the steps since then were made in them."""
+    step, seconds = summary["step"], f"{summary['seconds']:.1f} s"
+    if (before := summary["resumed_at"]) is None:
+        return f"{step} of {summary['steps']} in {seconds}"
+    return f"{step} of {summary['steps']}, {step - before} of them in the {seconds} since step {before} was resumed"
 
 
 def _rate(line: dict[str, Any]) -> str:

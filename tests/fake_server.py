@@ -96,7 +96,7 @@ class FakeServer:
         """Generate requests that have arrived and have no answer yet."""
         return sum(call.open for call in self.requests())
 
-    def wait_for(self, predicate: Callable[["FakeServer"], bool], timeout: float = 30.0) -> None:
+    def wait_for(self, predicate: Callable[["FakeServer"], bool], timeout: float = 90.0) -> None:
         """Return as soon as the predicate holds; TimeoutError with the calls so far if it does not in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: predicate(self) or not self._thread.is_alive(), timeout):

@@ -33,6 +33,8 @@ from grpo.sync import make_sync
 from grpo.trainer import Trainer
 from grpo.types import Completion, Prompt, Sampling
 
+STARTUP = 240.0  # seconds; a busy machine imports torch for more than one minute
+
 
 def prompt_ids(index: int) -> list[int]:
     return [2 + index % 40, 3 + (index * 7) % 40, 9]
@@ -89,13 +91,17 @@ def loop(
     checkpoint_every: int = 0,
     eval_every: int = 0,
     pause: str = "keep",
-    timeout: float = 20.0,
-    wait_timeout: float = 30.0,
+    timeout: float = 60.0,
+    reattach_timeout: float | None = None,
+    wait_timeout: float = 120.0,
     servers: Servers | None = None,
     restarts: int = 0,
     policy_dir: Path | None = None,
 ) -> Iterator[Trainer]:
-    """A trainer, ready to run; everything is closed afterwards. `folder` is the run folder."""
+    """A trainer, ready to run; everything is closed afterwards. `folder` is the run folder.
+
+    timeout: seconds for a request, a phase of a sync, a proof and (without reattach_timeout) a server's return.
+    """
     seed_everything(seed)
     folder.mkdir(parents=True, exist_ok=True)
     loss = loss or PPOClip()
@@ -144,8 +150,8 @@ def loop(
             weights=weights,
             proof=prove,
             restarts=restarts,
-            startup_timeout=60.0,
-            reattach_timeout=timeout,
+            startup_timeout=STARTUP,
+            reattach_timeout=timeout if reattach_timeout is None else reattach_timeout,
             changed=lambda out: recorder.update_status(servers_out=out),
         )
         display = Display(steps, console=Console(quiet=True))

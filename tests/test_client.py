@@ -38,15 +38,15 @@ def sync(server: FakeServer, label: str = "0") -> None:
     """Give the server a version number, as the first sync of a run does."""
 
     async def go(client: Client) -> None:
-        await client.call(server.url, "POST", "/start_weight_update", timeout=10)
-        await client.call(server.url, "POST", "/finish_weight_update", body={"weight_version": label}, timeout=10)
+        await client.call(server.url, "POST", "/start_weight_update", timeout=60)
+        await client.call(server.url, "POST", "/finish_weight_update", body={"weight_version": label}, timeout=60)
 
     with_client([server.url], go)
 
 
 def generate(server: FakeServer, **options: Any) -> Sampled:
     return with_client(
-        [server.url], lambda c: c.generate(PROMPT, SAMPLING, request_id="r"), request_timeout=10, **options
+        [server.url], lambda c: c.generate(PROMPT, SAMPLING, request_id="r"), request_timeout=60, **options
     )
 
 
@@ -196,7 +196,7 @@ def test_each_retry_is_counted_and_logged_with_its_reason(server: FakeServer, ca
 def test_control_calls_look_at_the_status(server: FakeServer) -> None:
     server.add_fault(Fault("pause", status=500))
     with pytest.raises(TransientError, match=r"POST .*/pause: status 500"):
-        with_client([server.url], lambda c: c.call(server.url, "POST", "/pause", params={"mode": "keep"}, timeout=5))
+        with_client([server.url], lambda c: c.call(server.url, "POST", "/pause", params={"mode": "keep"}, timeout=60))
 
 
 def test_256_requests_are_open_at_once(server: FakeServer) -> None:

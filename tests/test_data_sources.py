@@ -9,7 +9,7 @@ import pytest
 from data_tools import byte_tokenizer, prompts
 from tiny import tiny_tokenizer
 
-from grpo.data import Arithmetic, Hub, ReasoningGym
+from grpo.data import Arithmetic, Guessing, Hub, ReasoningGym
 from grpo.data import hub as hub_module
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +43,14 @@ def test_arithmetic_prompts_that_do_not_fit_are_an_error_at_load() -> None:
         arithmetic(max_prompt_tokens=6).load(tiny_tokenizer(), 0)
     with pytest.raises(ValueError, match="digits=40"):
         arithmetic(digits=40).check()
+
+
+def test_columns_that_made_up_rows_lack_are_named_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"data.prompt='\{nope\}': arithmetic has no column 'nope'; it has answer, "):
+        arithmetic(prompt="{nope}").check()
+    game = Guessing(reward="environment", environment={"kind": "guess"}, max_prompt_tokens=8, max_tokens=64, answer="a")
+    with pytest.raises(ValueError, match=r"data.answer='a': the guessing game has no column 'a'; it has prompt, "):
+        game.check()
 
 
 def test_the_default_data_set_does_not_import_what_is_slow() -> None:

@@ -54,7 +54,7 @@ def label(server: FakeServer, loader: Loader, version: int) -> None:
     async def go() -> None:
         await loader.client.call(server.url, "POST", "/start_weight_update", timeout=PATIENCE)
         await loader.client.call(
-            server.url, "POST", "/finish_weight_update", body={"weight_version": str(version)}, timeout=10
+            server.url, "POST", "/finish_weight_update", body={"weight_version": str(version)}, timeout=PATIENCE
         )
 
     loader.run(go(), 20)
@@ -77,7 +77,7 @@ def running(
 ) -> Iterator[Loader]:
     loader = Loader(
         source=Numbered(size),
-        client=Client([server.url], vocab_size=57, request_timeout=20, retries=retries),
+        client=Client([server.url], vocab_size=57, request_timeout=PATIENCE, retries=retries),
         scorer=options.pop("scorer", ByLength()),
         admission=Admission(
             groups_per_step=per_step,
@@ -334,7 +334,7 @@ def test_an_interruption_ends_the_wait(server: FakeServer) -> None:
     with running(server, interrupted=interrupted) as loader:
         threading.Timer(0.1, interrupt.set).start()
         with pytest.raises(KeyboardInterrupt):
-            loader.next_groups(2, timeout=30)
+            loader.next_groups(2, timeout=PATIENCE)
         server.release()
 
 
@@ -368,18 +368,18 @@ def test_a_stream_that_the_judge_ends_is_no_failure_and_nothing_follows_a_short_
         return None
 
     with running(server, staleness=1, scorer=Slow(), judge=judge) as loader:
-        assert third.wait(20)
-        assert [g.index for g in loader.next_groups(2, timeout=20)] == [0]
+        assert third.wait(PATIENCE)
+        assert [g.index for g in loader.next_groups(2, timeout=PATIENCE)] == [0]
         loader._loop.call_soon_threadsafe(hold.set)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while 1 not in loader._done and time.monotonic() < deadline:
             time.sleep(0.01)
         loader.check()
         prompt = loader.source.prompt(0)
         assert prompt is not None
-        assert len(loader.sample([prompt], Sampling(1.0, 4, None, (), (1,)), 2, timeout=20)) == 1
+        assert len(loader.sample([prompt], Sampling(1.0, 4, None, (), (1,)), 2, timeout=PATIENCE)) == 1
         with pytest.raises(StreamEnded, match="enough"):
-            loader.next_groups(2, timeout=20)
+            loader.next_groups(2, timeout=PATIENCE)
 
 
 def test_what_is_sampled_for_evaluation_never_enters_the_stream_or_the_ledger(server: FakeServer) -> None:
@@ -397,19 +397,19 @@ def test_what_is_sampled_for_evaluation_never_enters_the_stream_or_the_ledger(se
 def test_an_answer_that_cannot_be_used_is_missing_in_an_evaluation_and_fails_a_probe(server: FakeServer) -> None:
     sampling = Sampling(1.0, 4, None, (), (1,))
     with running(server, staleness=0) as loader:
-        settle(loader, loader.next_groups(2, timeout=10))
+        settle(loader, loader.next_groups(2, timeout=PATIENCE))
         prompts = [p for i in range(3) if (p := loader.source.prompt(i)) is not None]
         server.add_fault(Fault("generate", edit=missing("weight_versions"), times=1))
         server.add_fault(Fault("generate", status=400, times=1))
-        answers = loader.sample(prompts, sampling, 2, timeout=10)
+        answers = loader.sample(prompts, sampling, 2, timeout=PATIENCE)
         assert sum(len(g.completions) for g in answers) == 4
         assert [g.prompt.row for g in answers] == [p.row for p in prompts]
         server.add_fault(Fault("generate", edit=missing("weight_versions"), times=1))
         with pytest.raises(InvalidAnswer, match="weight_vers"):
-            loader.sample(prompts, sampling, 1, timeout=10, probe=True)
+            loader.sample(prompts, sampling, 1, timeout=PATIENCE, probe=True)
         server.add_fault(Fault("generate", edit=missing("weight_versions")))
         with pytest.raises(InvalidAnswer, match="weight_vers"):
-            loader.sample(prompts, sampling, 2, timeout=10)
+            loader.sample(prompts, sampling, 2, timeout=PATIENCE)
         server.clear_faults()
 
 

@@ -16,7 +16,7 @@ import torch
 from fake_faults import Fault, version
 from fake_server import FakeServer
 from fake_server import __file__ as fake_server_file
-from loop import loop
+from loop import STARTUP, loop
 
 from grpo.evaluate import Evaluator
 from grpo.rollout import client as client_module
@@ -38,6 +38,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "LOOK_EVERY", 0.02)
     monkeypatch.setattr(revival_module, "POLL", 0.02)
     monkeypatch.setattr(revival_module, "HEALTH_EVERY", 0.0)
+    monkeypatch.setattr(revival_module, "NOTICED", 30.0)  # no test waits so long: where it looks, the process has died
 
 
 @contextmanager
@@ -225,7 +226,7 @@ def test_a_server_that_stays_away_does_not_hold_up_the_other(tiny_dir: Path, tmp
 def test_a_server_that_stays_away_ends_the_run_by_its_deadline(tiny_dir: Path, tmp_path: Path) -> None:
     with (
         FakeServer(tiny_dir) as server,
-        loop([server.url], tiny_dir, tmp_path, restarts=1, timeout=1.0) as trainer,
+        loop([server.url], tiny_dir, tmp_path, restarts=1, reattach_timeout=1.0) as trainer,
     ):
         server.add_fault(Fault("generate", die=True, after=9, times=1))
         with pytest.raises(ServersLost, match=rf"{server.url} did not come back within rollout.reattach_timeout=1 s"):
@@ -326,7 +327,7 @@ def launched(tiny_dir: Path, tmp_path: Path) -> Iterator[Servers]:
     )
     for server in servers.launched:
         server.launch()
-    servers.wait_ready(60)
+    servers.wait_ready(STARTUP)
     yield servers
     servers.stop()
 

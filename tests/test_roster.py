@@ -45,7 +45,8 @@ def test_one_that_is_in_again_starts_afresh() -> None:
         assert roster.member(URL).failures == 0
 
         async def answer() -> int:
-            await asyncio.sleep(0)
+            for _ in range(9):  # longer than a cut takes
+                await asyncio.sleep(0)
             return 7
 
         assert await roster.member(URL).while_in(answer()) == 7
@@ -63,5 +64,11 @@ def test_choosing_waits_for_a_return() -> None:
         roster.readmit(URL)
         async with asyncio.timeout(30):
             assert (await choice).url == URL
+        roster.exclude(URL, "gone again")
+        again = asyncio.ensure_future(roster.choose())
+        await asyncio.sleep(0)
+        assert not again.done()
+        assert not roster._back.is_set(), "it would wait no longer, and never let the loop go on"
+        again.cancel()
 
     asyncio.run(go())

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_faults import Fault
+from fake_faults import Call, Fault
 from fake_server import FakeServer
 from loop import loop
 
@@ -57,17 +57,15 @@ def test_a_signal_within_a_sync_waits_for_its_end_and_a_checkpoint_of_the_step_f
         FakeServer(tiny_dir) as server,
         loop([server.url], tiny_dir, tmp_path, zero_variance="keep", verify_every=0, checkpoint_every=100) as trainer,
     ):
-        slow = server.add_fault(Fault("update_weights", delay=0.5, after=1, times=1))
 
-        def signal_then() -> None:
-            server.wait_for(lambda s: slow.hits > 0)
-            terminate(trainer)
+        def second_arrives(call: Call) -> bool:
+            if server.calls.count("update_weights") == 2:
+                terminate(trainer)
+            return False
 
-        waiting = threading.Thread(target=signal_then)
-        waiting.start()
+        server.add_fault(Fault("update_weights", when=second_arrives))
         with pytest.raises(Interrupted):
             trainer.run()
-        waiting.join()
         trainer.try_save()
         assert server.engine.version == "1"
         assert server.engine.paused is None

@@ -10,6 +10,7 @@ from grpo.environments.guess import PROMPT, SECRET
 from grpo.rewards.options import at_least
 
 COLUMNS = ["problem", "prompt", "answer"]
+GUESSING = ["prompt", SECRET]
 SECRETS = 1000  # training rows of the guessing game
 
 
@@ -24,6 +25,7 @@ class Arithmetic(Data):
     def find(self) -> None:
         at_least(1, "data", digits=self.digits)
         self.tables()
+        self.reader.check_columns(COLUMNS, "arithmetic")
 
     def tables(self) -> tuple[Table, dict[str, tuple[Data, Table]]]:
         train = Table("train", train_rows(self.digits), COLUMNS)
@@ -45,12 +47,11 @@ class Guessing(Data):
         at_least(2, "data", digits=self.digits)
         if self.digits > 10:
             raise ValueError(f"data.digits={self.digits}: there are ten digits")
+        self.reader.check_columns(GUESSING, "the guessing game")
 
     def tables(self) -> tuple[Table, dict[str, tuple[Data, Table]]]:
-        columns = ["prompt", SECRET]
-
         def table(name: str, count: int) -> Table:
-            return Table(name, [{"prompt": PROMPT, SECRET: i % self.digits} for i in range(count)], columns)
+            return Table(name, [{"prompt": PROMPT, SECRET: i % self.digits} for i in range(count)], GUESSING)
 
         return table("train", SECRETS), {
             "held_out": (self, table("held_out", self.eval_rows))
