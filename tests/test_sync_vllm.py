@@ -94,7 +94,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     return Engine
 
 
-def made(kind: type[VLLMSync], servers: list[Server], folder: Path, timeout: float = 5.0) -> VLLMSync:
+def made(kind: type[VLLMSync], servers: list[Server], folder: Path, timeout: float = 60.0) -> VLLMSync:
     controls: list[Any] = list(servers)
     return kind(controls=controls, policy=Policy(folder), dtype=torch.bfloat16, pause="keep", timeout=timeout)
 
@@ -179,10 +179,12 @@ def test_a_version_that_is_not_reported_is_an_error(engine: type[Engine], tiny_d
 
 def test_a_transfer_whose_other_side_is_gone_ends_by_its_deadline(engine: type[Engine], tiny_dir: Path) -> None:
     server = Server("http://127.0.0.1:1")
+    sync = made(IPCSync, [server], tiny_dir)
+    sync.sync(0)
     server.hang = threading.Event()
-    sync = made(IPCSync, [server], tiny_dir, timeout=0.3)
-    with pytest.raises(TimeoutError, match=r"sync=ipc: the transfer of version 0 .*sync.timeout=0.3"):
-        sync.sync(0)
+    sync.timeout = 0.3
+    with pytest.raises(TimeoutError, match=r"sync=ipc: the transfer of version 1 .*sync.timeout=0.3"):
+        sync.sync(1)
     assert server.paths[-1] == "/resume"
     server.hang.set()
 
