@@ -5,20 +5,17 @@ import json
 import os
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import torch
 from omegaconf import OmegaConf
 from train_step import save_model
 
 from grpo.model import Policy
-from grpo.rollout.errors import ServerError
+from grpo.rollout.plain_control import PlainControl
 from grpo.rollout.server import plan_servers
 from grpo.settings import Rollout, Sync
 from grpo.sync import make_sync
@@ -35,36 +32,6 @@ class Served:
     url: str
     start_s: float
     vocabulary: int
-
-
-class Control:
-    """`grpo.sync.base.Control` without an event loop."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def get(self, path: str, *, timeout: float) -> dict[str, Any]:
-        return self._call("GET", path, None, timeout)
-
-    def post(
-        self,
-        path: str,
-        *,
-        json: dict[str, Any] | None = None,
-        params: dict[str, str] | None = None,
-        timeout: float,
-    ) -> dict[str, Any]:
-        return self._call("POST", path + (f"?{urlencode(params)}" if params else ""), json, timeout)
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                answer = response.read()
-        except urllib.error.HTTPError as error:
-            raise ServerError(f"{path}: status {error.code}: {error.read()[:500]!r}") from error
-        return json.loads(answer) if answer.strip() else {}
 
 
 def make_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -144,8 +111,12 @@ def connected(
     """The server's model as a policy, and the sync that sends it; nothing is sent yet."""
     policy = Policy(server.model, dtype=dtype, device=device)
     settings = Sync(backend=backend, pause=pause, verify_every=0, timeout=300, dir=None)
-    controls: list[Any] = [Control(server.url)]
     sync = make_sync(
-        settings, backend=backend, controls=controls, policy=policy, dtype=getattr(torch, dtype), folder=folder
+        settings,
+        backend=backend,
+        controls=[PlainControl(server.url)],
+        policy=policy,
+        dtype=getattr(torch, dtype),
+        folder=folder,
     )
     return policy, sync

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from plain_control import PlainControl
 from real import CONTEXT, RealServer
 from tiny import tiny_tokenizer
 
@@ -17,6 +16,7 @@ from grpo.batch import Sequence, pack
 from grpo.model import Policy
 from grpo.rollout.client import Client, Sampled, parse_answer, sampling_params
 from grpo.rollout.errors import RequestRefused
+from grpo.rollout.plain_control import PlainControl
 from grpo.sync.disk import DiskSync
 from grpo.types import Sampling
 

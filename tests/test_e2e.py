@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from composed import ROOT
-from plain_control import PlainControl
 from real import RealServer
 from real_run import Run, check_laws
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from grpo.replay.__main__ import main as replay
+from grpo.rollout.plain_control import PlainControl
 from grpo.token_record import read, recorded_steps
 
 pytest_plugins = ["real_servers"]

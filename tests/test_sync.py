@@ -16,13 +16,13 @@ import pytest
 import torch
 from fake_faults import Fault
 from fake_server import FakeServer
-from plain_control import PlainControl
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import other_weights
 from torch import Tensor
 
 from grpo.rollout.errors import ServerError
+from grpo.rollout.plain_control import PlainControl
 from grpo.sync import auto, disk, server_backend
 from grpo.sync.base import VersionNotConfirmed
 from grpo.sync.disk import LOCK, PREFIX, DiskSync, remove_dead, write_safetensors

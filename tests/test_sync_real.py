@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from plain_control import PlainControl
 from real import RealServer
 from safetensors.torch import load_file, save_file
 from tiny import other_weights
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo.rollout.errors import ServerError
+from grpo.rollout.plain_control import PlainControl
 from grpo.sync.disk import DiskSync
 
 pytest_plugins = ["real_servers"]

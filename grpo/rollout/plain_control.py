@@ -1,4 +1,4 @@
-"""`grpo.sync.base.Control` without our client and its loop: for tests of the sync alone."""
+"""`grpo.sync.base.Control` without our client and its loop: a sync alone, in scripts, benchmarks and tests."""
 
 import http.client
 import json as jsonlib
@@ -11,6 +11,8 @@ from grpo.rollout.errors import ServerError
 
 @dataclass
 class PlainControl:
+    """Implements `grpo.sync.base.Control`: one connection per call. ServerError as `LoopControl` raises it."""
+
     url: str
 
     def get(self, path: str, *, timeout: float) -> dict[str, Any]:
@@ -40,4 +42,5 @@ class PlainControl:
             connection.close()
         if not 200 <= response.status < 300:
             raise ServerError(f"{self.url}{path}: {response.status}: {text[:2000]}")
-        return jsonlib.loads(text) if text else {}
+        answer: dict[str, Any] = jsonlib.loads(text) if text.strip() else {}
+        return answer
