@@ -72,3 +72,82 @@ def test_choosing_waits_for_a_return() -> None:
         again.cancel()
 
     asyncio.run(go())
+
+
+OTHER, THIRD = "http://b:1", "http://c:1"
+
+
+@pytest.mark.parametrize(
+    ("open_", "failures", "chosen"),
+    [
+        ((3, 1, 2), (0, 0, 0), OTHER),  # the fewest open requests
+        ((3, 1, 2), (0, 2, 0), THIRD),  # of those that answer
+        ((3, 1, 2), (1, 5, 2), OTHER),  # where none answers, again the fewest open ones, however often each failed
+        ((2, 2, 2), (0, 0, 0), URL),
+    ],
+)
+def test_choosing(open_: tuple[int, ...], failures: tuple[int, ...], chosen: str) -> None:
+    async def go() -> str:
+        roster = Roster([URL, OTHER, THIRD])
+        for member, n, failed in zip(roster.members, open_, failures, strict=True):
+            member.open, member.failures = n, failed
+        return (await roster.choose()).url
+
+    assert asyncio.run(go()) == chosen
+
+
+def test_one_that_is_out_is_not_chosen_and_a_url_may_end_in_a_slash() -> None:
+    async def go() -> str:
+        roster = Roster([f"{URL}/", OTHER])
+        roster.member(OTHER).open = 9
+        roster.exclude(URL, "gone")
+        return (await roster.choose()).url
+
+    assert asyncio.run(go()) == OTHER
+
+
+def test_nothing_is_left_running_by_work_that_ended() -> None:
+    async def go() -> None:
+        roster = Roster([URL])
+
+        async def answer() -> int:
+            return 7
+
+        assert await roster.member(URL).while_in(answer()) == 7
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(go())
+
+
+def test_work_that_ended_as_its_server_went_counts() -> None:
+    async def go() -> int:
+        roster = Roster([URL])
+
+        async def answer() -> int:
+            roster.exclude(URL, "gone")
+            return 7
+
+        return await roster.member(URL).while_in(answer())
+
+    assert asyncio.run(go()) == 7
+
+
+@pytest.mark.parametrize(
+    ("versions", "floor", "foreign"),
+    [
+        ([4, 4], 4, False),
+        ([4, 5], 4, False),  # a sync of 5 is on its way
+        ([5], 4, False),
+        ([3, 4], 4, True),  # older than what was confirmed when it was sent
+        ([4, 3], 4, True),
+        ([6], 4, True),  # newer than anything announced
+        ([4, 6], 4, True),
+        ([0], None, False),  # nothing was confirmed when it was sent
+    ],
+)
+def test_versions_of_other_weights_than_ours(versions: list[int], floor: int | None, foreign: bool) -> None:
+    roster = Roster([URL])
+    assert not roster.foreign(versions, floor), "before anything was announced"
+    roster.announce(5)
+    assert roster.foreign(versions, floor) is foreign
