@@ -2,6 +2,8 @@
 
 import pickle
 import random
+from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,78 @@ def test_every_file_is_on_the_disk_before_the_name_is(
     files = sorted(p.relative_to(tmp_path / "step_000001") for p in (tmp_path / "step_000001").rglob("*"))
     assert [path.relative_to(tmp_path / ".step_000001.tmp") for path in flushed[:-1]] == files
     assert flushed[-1] == tmp_path
+
+
+def test_what_a_checkpoint_holds(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, optimizer = parts
+    config, data = {"seed": 3, "train": {"steps": 4}}, {"rows": "abc"}
+    checkpoints = Checkpoints(tmp_path, keep=0, config=config, data=data)
+    clock = iter([0.0, 2.0, 10.0, 13.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.time, "monotonic", lambda: next(clock))
+        saved = [checkpoints.save(policy, optimizer, at(step)) for step in (1, 2)]
+    assert [s["checkpoint/seconds"] for s in saved] == [2.0, 3.0]
+    assert checkpoints.seconds == 5.0
+    size = sum(p.stat().st_size for p in (tmp_path / "step_000002").rglob("*") if p.is_file())
+    assert saved[1]["checkpoint/bytes"] == checkpoints.bytes == size
+    state = checkpoint.load(tmp_path / "step_000002")
+    assert set(state) == {"progress", "optimizer", "rng", "config", "data"}
+    assert (state["progress"], state["config"], state["data"]) == (asdict(at(2)), config, data)
+    assert str(state["optimizer"]) == str(optimizer.state_dict())
+    again = Policy(tmp_path / "step_000002")
+    for ours, theirs in zip(policy.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_disk_must_hold_weights_moments_and_masters_and_a_spare(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = sum(p.numel() for p in parts[0].parameters())
+    need = count * (4 + 12) + checkpoint.SPARE_BYTES  # float32 weights; two moments and a master of 4 bytes each
+    free = [need - 1]
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: Namespace(free=free[0]))
+    checkpoints = Checkpoints(tmp_path, keep=0, config={})
+    with pytest.raises(OSError, match=r"a checkpoint needs 1\.1 GB; make room"):
+        checkpoints.save(*parts, at(1))
+    assert names(tmp_path) == []
+    free[0] = need
+    checkpoints.save(*parts, at(1))
+
+
+def test_which_checkpoint_a_path_means(parts: Parts, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ValueError, match=f"resume={tmp_path}: no checkpoint there"):
+        checkpoint.find(tmp_path)
+    checkpoints = Checkpoints(folder, keep=0, config={})
+    for step in (9, 10):
+        checkpoints.save(*parts, at(step))
+    (folder / "step_000011").touch()  # a file, so no checkpoint
+    assert checkpoint.find(tmp_path) == folder / "step_000010"
+    assert checkpoint.find(folder / "step_000009") == folder / "step_000009"
+
+
+def test_the_name_of_the_newest_is_never_half_written(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=0, config={})
+    checkpoints.save(*parts, at(1))
+    write = Path.write_text
+
+    def cut(path: Path, text: str, **options: str) -> int:
+        write(path, text[:3], **options)
+        raise OSError("no room")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="no room"):
+        checkpoints.save(*parts, at(2))
+    assert (tmp_path / "latest").read_text() == "step_000001\n"
+
+
+def test_a_flushed_file_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    checkpoint.flush(tmp_path / "x")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def draws() -> list[float]:
