@@ -100,3 +100,50 @@ def test_a_second_signal_ends_at_once(signum: signal.Signals) -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum
+
+
+def test_the_signal_and_the_handlers_that_were_there_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(signum: int, frame: object) -> None:
+        raise AssertionError("not while the run has its own")
+
+    before = [signal.signal(s, mine) for s in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with Signals() as signals, pytest.raises(Interrupted) as ending:
+            signals._handle(signal.SIGINT, None)
+        assert ending.value.signum == signal.SIGINT
+        assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == [mine, mine]
+    finally:
+        for s, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(s, handler)
+
+
+def test_what_else_ends_a_run_is_asked_at_every_look() -> None:
+    signals = Signals()
+
+    def rank_died() -> None:
+        raise RuntimeError("rank 1 died")
+
+    signals.also = rank_died
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        signals.check()
+
+
+def test_an_echo_within_its_time_is_the_first_signal_and_later_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun hands on what a process may have got already."""
+    now = [100.0]
+    monkeypatch.setattr("grpo.signals.time.monotonic", lambda: now[0])
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("grpo.signals.os._exit", leave)
+    signals = Signals()
+    signals.deferred, signals.echo_s = True, 5.0
+    signals._handle(signal.SIGTERM, None)
+    now[0] += 4.9
+    signals._handle(signal.SIGTERM, None)
+    assert signals.received == signal.SIGTERM
+    now[0] += 0.2
+    with pytest.raises(SystemExit) as ending:
+        signals._handle(signal.SIGTERM, None)
+    assert ending.value.code == 128 + signal.SIGTERM
