@@ -205,6 +205,33 @@ class Policy:
         hidden_ND.backward(hidden_grad_ND)
         return logprobs_N, entropy_N
 
+    @torch.no_grad()
+    def check_shared_prompts(self) -> None:
+        """Compare logprobs of random tokens with prompts shared and each with its own.
+
+        Raises ValueError for a model with layers that, beside attention, look at a token's neighbours (convolutions,
+        linear attention, state spaces): those of a shared prompt's later completions are not their own.
+        """
+        draw = torch.Generator().manual_seed(0)
+        prompts, n = [torch.randint(self.vocab_size, (p,), generator=draw).tolist() for p in (1, 4)], 3
+        ids = [(prompt, torch.randint(self.vocab_size, (n,), generator=draw).tolist()) for prompt in prompts * 2]
+        rows = [Sequence(prompt, completion, [0.0] * n, [0] * n, 0.0, 0.0) for prompt, completion in ids]
+
+        def values(share: bool) -> Tensor:  # [rows, n]
+            found: dict[int, Tensor] = {}
+            for mb in self.pack(rows, tokens_per_microbatch=64, pad_to=self.pad_to, share_prompts=share):
+                logprobs_N = self.logprobs(mb.to(self.device), 1.0)[0]
+                found |= dict(zip(mb.rows, logprobs_N.split(mb.lengths), strict=True))
+            return torch.stack([found[row] for row in range(len(rows))])
+
+        with torch.compiler.set_stance("force_eager"):  # a length that training may never have
+            difference = float((values(True) - values(False)).abs().max())
+        if not difference <= _bound(self.dtype):
+            raise ValueError(
+                f"train.share_prompts=true: with shared prompts the logprobs of model type {self.config.model_type!r} "
+                f"are {difference:.2g} off, so its layers look at a token's neighbours; set train.share_prompts=false"
+            )
+
     @property
     def _bias(self) -> Tensor | None:
         return getattr(self.head, "bias", None)
@@ -238,13 +265,17 @@ class Policy:
             own.append(logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1))
         self.model.set_attn_implementation(self._attention)
         difference = float((torch.cat([own[row] for row in mb.rows]) - ours_N).abs().max())
-        # bfloat16 keeps 8 bits, and two kernels round differently in every layer; a wrong mask is off by nats.
-        bound = 1e-3 if self.dtype != torch.bfloat16 else 0.5
+        bound = _bound(self.dtype)
         if not difference <= bound:
             raise ValueError(
                 f"model type {kind!r}: packed logprobs are {difference:.2g} off the model's own (bound {bound:g}), "
                 "so its attention is not one that can be packed; choose another model.path"
             )
+
+
+def _bound(dtype: torch.dtype) -> float:
+    """Nats between two ways to a logprob. bfloat16 has 8 bits, rounded in every layer; a wrong mask is off by nats."""
+    return 1e-3 if dtype != torch.bfloat16 else 0.5
 
 
 def _load(path: str, dtype: torch.dtype, attention: str) -> Any:

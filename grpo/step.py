@@ -38,6 +38,7 @@ class TrainStep:
     temperature: of the sampler; logprobs are of the tempered distribution (law 4). reward_weights: by name, for gdpo.
     pad_to: micro-batches are filled up to a multiple of this many tokens (compiled layers want few lengths).
     check: called between micro-batches; raises what has failed elsewhere, so that a long step does not hide it.
+    share_prompts: compute a prompt once per micro-batch (`grpo.batch`); ValueError for a model where that is wrong.
     keep_logprobs: leave the policy's logprobs with the completions, for the record of tokens.
     """
 
@@ -59,6 +60,8 @@ class TrainStep:
         keep_logprobs: bool = False,
     ) -> None:
         assert not loss.needs_reference or reference is not None, "the loss needs a reference policy"
+        if share_prompts:
+            policy.check_shared_prompts()
         self.policy = policy
         self.reference = reference
         self.optimizer = optimizer

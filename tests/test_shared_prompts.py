@@ -2,15 +2,17 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import CONFIGS, reference_varlen
 from tiny import save_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from grpo.attention import packed_attention, packing
 from grpo.batch import MicroBatch, Sequence, join, pack
@@ -52,6 +54,7 @@ def batches(draw: st.DrawFn) -> list[Sequence]:
     return rows
 
 
+@settings(deadline=None)
 @given(rows=batches(), budget=st.integers(1, 40), pad_to=st.sampled_from([None, 8]), ranks=st.integers(1, 3))
 def test_every_sequence_can_be_read_off_in_full(
     rows: list[Sequence], budget: int, pad_to: int | None, ranks: int
@@ -205,3 +208,19 @@ def test_joined_shards_read_like_one_micro_batch() -> None:
     whole = join(shards)
     check(whole, [rows[row] for row in range(len(rows))], 500)
     assert sorted(whole.rows) == list(range(len(rows)))
+
+
+def test_a_model_that_looks_at_neighbours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that keeps sequences apart by their positions is right in a pack of whole sequences alone."""
+    folder = save_tiny_model(tmp_path, max_length=64)
+    Policy(folder).check_shared_prompts()
+    forward = Qwen3DecoderLayer.forward
+
+    def with_the_token_before(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = hidden_states.roll(1, dims=1) * (kwargs["position_ids"] > 0)[..., None]
+        return forward(self, hidden_states + 0.5 * before, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", with_the_token_before)
+    policy = Policy(folder)  # whole sequences are fine
+    with pytest.raises(ValueError, match=r"train\.share_prompts=true: .* 'qwen3' are .* off"):
+        policy.check_shared_prompts()
