@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from fake_server import FakeServer
 from tiny import save_tiny_model
 from transformers.utils import logging as transformers_logging
 
+hypothesis.settings.register_profile("patient", deadline=None)  # no test asserts wall-clock time
+hypothesis.settings.load_profile("patient")
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)  # several tests run beside each other; tiny tensors gain nothing from threads
 
