@@ -14,9 +14,9 @@ from grpo.types import IN_FLIGHT, TRAINED, Completion, Group
 
 
 class NothingToLearn(StreamEnded):
-    """Group after group had equal rewards; an error only for some kinds.
+    """Group after group had equal rewards or was left out; an error for all kinds but one, all_right.
 
-    `kind` is the most frequent one: all_right, all_wrong, other, unscored.
+    `kind` is the most frequent one: all_right, all_wrong, other, unscored, or why they left the stream (refused, ...).
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -29,8 +29,8 @@ class GroupRules:
     """Judges groups one after the other, in the order in which they complete. Called from the loader's loop only.
 
     zero_variance: "discard" takes groups of equal rewards out of the stream (their advantages are all 0, as in DAPO's
-    dynamic sampling); "keep" trains them. limit: so many equal groups in a row end the run: with nothing to tell
-    completions apart there is nothing to learn, and filling up a batch would go on for ever.
+    dynamic sampling); "keep" trains them. limit: so many groups in a row that are equal, or have left the stream for
+    whatever reason, end the run: there is nothing to learn, and filling up a batch would go on for ever.
     """
 
     loss: Loss
@@ -44,6 +44,9 @@ class GroupRules:
 
     def judge(self, group: Group) -> str | None:
         """Why the group is discarded, or None. Adds the loss's length penalty to the rewards first."""
+        if group.discarded is not None:
+            self._count(group.discarded)
+            return group.discarded
         for completion in group.completions:
             penalty = self.loss.length_penalty(completion.tokens)
             if penalty and completion.reward is not None:
@@ -54,17 +57,20 @@ class GroupRules:
         if equal is None:
             self.in_a_row.clear()
             return None
-        self.in_a_row[equal] += 1
-        if self.in_a_row.total() >= self.limit:
-            kind, _ = self.in_a_row.most_common(1)[0]
-            raise NothingToLearn(
-                f"{self.in_a_row.total()} groups in a row had equal rewards ({dict(self.in_a_row)}): there is nothing "
-                f"to learn from. {HINTS[kind]}",
-                kind,
-            )
+        self._count(equal)
         if equal == "unscored":
             return "unscored"
         return f"zero_variance:{equal}" if self.zero_variance == "discard" else None
+
+    def _count(self, kind: str) -> None:
+        self.in_a_row[kind] += 1
+        if self.in_a_row.total() >= self.limit:
+            kind, _ = self.in_a_row.most_common(1)[0]
+            raise NothingToLearn(
+                f"{self.in_a_row.total()} groups in a row had equal rewards or were left out ({dict(self.in_a_row)}): "
+                f"there is nothing to learn from. {HINTS.get(kind, 'The log says why they were left out.')}",
+                kind,
+            )
 
 
 HINTS = {
@@ -72,6 +78,7 @@ HINTS = {
     "all_wrong": "No completion is right: look at rollouts.jsonl, whether the reward can read the completions "
     "(data.reward, data.max_tokens), or take easier data.",
     "other": "Every completion has the same reward: look at data.reward and rollout.temperature.",
+    "refused": "The server refuses the requests: the run's log has its reason.",
     "unscored": "The rewards score nothing: look at data.reward and the run's log.",
 }
 
@@ -134,7 +141,9 @@ def group_metrics(groups: list[Group]) -> dict[str, float]:
             metrics["turns/max"] = max(turns)
             observed = sum(len(c.token_ids) - c.tokens for c in completions)
             metrics["turns/observation_tokens_mean"] = observed / len(completions)
-    equal = Counter(kind for g in groups if (kind := is_equal([c.reward for c in g.completions])) is not None)
+    judged = [g for g in groups if g.discarded is None or g.discarded.startswith("zero_variance")]
+    equal = Counter(kind for g in judged if (kind := is_equal([c.reward for c in g.completions])) is not None)
     metrics["groups/zero_variance"] = equal.total()
     metrics |= {f"groups/{kind}": equal[kind] for kind in ("all_right", "all_wrong")}
+    metrics["groups/left_out"] = len(groups) - len(judged)
     return metrics

@@ -15,6 +15,7 @@ An exception in any task is kept and raised in the trainer's thread at its next 
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -31,9 +32,12 @@ from grpo.types import Completion, Group, Prompt, PromptSource, Sampling
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 WATCH_EVERY = 0.5  # seconds between looks at the servers' processes
 TICK = 0.05  # seconds of the sleeps that tell whether the event loop keeps up
 LOOK_EVERY = 0.5  # seconds between a waiting trainer's looks for a signal
+REFUSALS_SHOWN = 3  # refused requests that are logged; a data set may hold many prompts that are too long
 INVALID_IN_A_ROW = 8  # unusable answers in a row that stop the run: the server is set up wrongly
 
 
@@ -57,8 +61,9 @@ class Loader:
     environments: what answers the policy between turns; None: every completion is one turn.
     sampling: everything but the seed, which is made from (seed, group, index, turn); the seed is left out when
     `seeded` is false (a per-request generator costs a GPU server time).
-    judge: tells why a finished group must leave the stream (equal rewards), or None to keep it; StreamEnded ends the
-    stream there: no failure, so that the step, the sync or the evaluation at hand goes on.
+    judge: tells why a finished group must leave the stream (equal rewards), or None to keep it; it sees those that have
+    left already (`discarded`: refused, ...) too. StreamEnded ends the stream there: no failure, so that the step, the
+    sync or the evaluation at hand goes on.
     start_group: place in the stream of the first group (after a resume: groups consumed). watch: called twice a
     second, raises when a server process has died.
     """
@@ -107,6 +112,7 @@ class Loader:
         self._failure: BaseException | None = None
         self._closing = False
         self._invalid_in_a_row = 0
+        self._refused = 0
         self._meter = Meter()
         self._lock = threading.Lock()  # guards _done, _open, _ended, _ending, _failure, _meter
         self._ready = threading.Condition(self._lock)
@@ -274,7 +280,9 @@ class Loader:
 
     async def _main(self) -> None:
         async with self.client:
-            self._tasks |= {asyncio.create_task(self._watch()), asyncio.create_task(self._tick())}
+            for task in (asyncio.create_task(self._watch()), asyncio.create_task(self._tick())):
+                self._tasks.add(task)
+                task.add_done_callback(self._task_done)
             self._started.set()
             try:
                 while not self._closing:
@@ -327,14 +335,15 @@ class Loader:
             group = Group(index, prompt, [c for c in results if isinstance(c, Completion)])
             if any(isinstance(result, RequestRefused) for result in results):
                 group.discarded = "refused"
-            else:
-                try:
-                    group.discarded = self.judge(group) if group.completions else "invalid"
-                except StreamEnded as ending:  # the group stays among the open ones: nobody will ask for it
-                    with self._ready:
-                        self._ending = self._ending or ending  # those that come after the first only repeat it
-                        self._ready.notify_all()
-                    return
+            elif not group.completions:
+                group.discarded = "invalid"
+        try:
+            group.discarded = self.judge(group) or group.discarded
+        except StreamEnded as ending:  # the group stays among the open ones: nobody will ask for it
+            with self._ready:
+                self._ending = self._ending or ending  # those that come after the first only repeat it
+                self._ready.notify_all()
+            return
         with self._ready:
             del self._open[index]
             self._done[index] = group
@@ -373,6 +382,9 @@ class Loader:
             await play(completion, prompt, self.sampling, session, ask=ask, decode=self.decode, arrived=arrived)
         except RequestRefused as refused:
             self._drop(completion, "discarded:refused")
+            self._refused += 1
+            if self._refused <= REFUSALS_SHOWN:
+                log.warning("row %s is left out: %s", prompt.row, refused)
             return refused
         except InvalidAnswer as invalid:
             self._drop(completion, f"discarded:invalid:{invalid.reason}")
@@ -411,14 +423,9 @@ class Loader:
             )
 
     async def _watch(self) -> None:
-        try:
-            while True:
-                self.watch()
-                await asyncio.sleep(WATCH_EVERY)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._fail(error)
+        while True:
+            self.watch()
+            await asyncio.sleep(WATCH_EVERY)
 
     async def _tick(self) -> None:
         while True:
@@ -428,7 +435,10 @@ class Loader:
                 self._meter.late(self._loop.time() - due)
 
     def _publish(self, version: int) -> None:
-        self.admission.advance(version)
+        try:
+            self.admission.advance(version)
+        except Exception as error:  # the loop would only log it
+            self._fail(error)
         self._wake.set()
 
     def _close(self) -> None:
