@@ -74,6 +74,10 @@ def test_a_token_whose_text_encodes_differently_arrives_as_it_was_sampled(server
     assert generate(server).token_ids == [53, 55, 1]
 
 
+# What a server may have been started without, by the field that is then missing or wrong (CASES 2).
+FLAGS = {"logprobs": "--logprobs-mode processed_logprobs", "weight_versions": "VLLM_SERVER_DEV_MODE=1"}
+
+
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
@@ -106,7 +110,9 @@ def test_an_answer_that_cannot_be_trained_is_refused_with_its_reason(
     with pytest.raises(InvalidAnswer) as caught:
         generate(server)
     assert caught.value.reason == reason
-    assert reason.partition(":")[0] in str(caught.value)
+    field = reason.partition(":")[0]
+    assert f"field {field}" in str(caught.value)
+    assert FLAGS.get(field, "") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def test_a_refused_request_is_not_tried_again(server: FakeServer) -> None:
 
 def test_retries_are_bounded_and_the_error_names_server_and_status(server: FakeServer) -> None:
     server.add_fault(Fault("generate", status=502))
-    with pytest.raises(ServersLost, match=rf"3 tries.*{server.port}.*502"):
+    with pytest.raises(ServersLost, match=rf"3 tries, 1 open request\(s\) lost.*{server.port}.*502"):
         generate(server, retries=2)
     assert len(server.requests()) == 3
 

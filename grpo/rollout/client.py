@@ -74,6 +74,7 @@ class Client:
         self.retries = retries
         self.retried = 0  # requests sent again, for the metrics
         self.answered = 0
+        self.waiting = 0  # calls of `generate` that have no answer yet: lost if the run ends here
         self._retries_shown, self._retried_shown = -RETRIES_SHOWN_EVERY, 0
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -156,6 +157,16 @@ class Client:
         """
         body = {"request_id": request_id, "token_ids": prompt_ids, "sampling_params": sampling_params(sampling)}
         limit = (1 << 20) + 2048 * sampling.max_tokens
+        self.waiting += 1
+        try:
+            return await self._insist(body, sampling, request_id, limit, url)
+        finally:
+            self.waiting -= 1
+
+    async def _insist(
+        self, body: dict[str, Any], sampling: Sampling, request_id: str, limit: int, url: str | None
+    ) -> Sampled:
+        """As `generate`."""
         tries = 0
         delay = BACKOFF_FIRST
         while True:
@@ -179,7 +190,8 @@ class Client:
                 if url is None and await self._is_gone(member, patient=tries > self.retries):
                     tries, delay = 0, BACKOFF_FIRST
                 elif tries > self.retries:
-                    raise ServersLost(f"request given up after {tries} tries; the last: {error}") from error
+                    lost = f"{self.waiting} open request(s) lost"
+                    raise ServersLost(f"request given up after {tries} tries, {lost}; the last: {error}") from error
                 self._note_retry(request_id, error)
             finally:
                 member.open -= 1
@@ -258,7 +270,7 @@ def parse_answer(answer: Any, *, max_tokens: int, vocab_size: int) -> Sampled:
     if reason == "abort":
         return Sampled([], [], [], "abort")
     if not isinstance(ids, list) or not ids:
-        raise invalid("token_ids", "field token_ids is missing or empty")
+        raise invalid("token_ids", "field token_ids is missing or empty; the server must be vLLM >= 0.32")
     n = len(ids)
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise invalid("token_ids", f"field token_ids holds something that is no id below {vocab_size}", n)
@@ -278,14 +290,15 @@ def _logprobs(field: Any, ids: list[int], invalid: Any) -> list[float]:
     if not isinstance(content, list):
         raise invalid("logprobs:missing", f"field logprobs.content is missing; {flag}", n)
     if len(content) != n:
-        raise invalid("logprobs:length", f"field logprobs.content has {len(content)} entries for {n} tokens", n)
+        raise invalid("logprobs:length", f"field logprobs.content has {len(content)} entries for {n} tokens; {flag}", n)
     values: list[float] = []
     for token, entry in zip(ids, content, strict=True):
         value = entry.get("logprob") if isinstance(entry, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid("logprobs:null", f"field logprobs.content holds {value!r} for a logprob; {flag}", n)
         if not math.isfinite(value) or value > 1e-3 or value <= -9999.0:  # vLLM writes -inf as -9999.0
-            raise invalid("logprobs:value", f"field logprobs.content holds {value!r}, expected a finite logprob", n)
+            what = f"field logprobs.content holds {value!r}, expected a finite logprob"
+            raise invalid("logprobs:value", f"{what}; {flag}", n)
         if entry.get("token_id", token) != token:
             raise invalid("logprobs:token", "field logprobs.content is of other tokens than field token_ids", n)
         values.append(float(value))
@@ -303,8 +316,10 @@ def _versions(spans: Any, n: int, invalid: Any) -> list[int]:
         except (TypeError, KeyError, ValueError):
             raise invalid("weight_versions:value", f"field weight_versions holds {span!r}; {hint}", n) from None
         if type(start) is not int or type(end) is not int or start != len(versions) or not start < end <= n:
-            raise invalid("weight_versions:spans", f"field weight_versions does not cover the {n} tokens: {spans}", n)
+            raise invalid(
+                "weight_versions:spans", f"field weight_versions does not cover the {n} tokens: {spans}; {hint}", n
+            )
         versions.extend([version] * (end - start))
     if len(versions) != n:
-        raise invalid("weight_versions:spans", f"field weight_versions covers {len(versions)} of {n} tokens", n)
+        raise invalid("weight_versions:spans", f"field weight_versions covers {len(versions)} of {n} tokens; {hint}", n)
     return versions

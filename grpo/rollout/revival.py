@@ -135,9 +135,8 @@ class Revival:
 
     def _may_return(self, url: str, why: ServerError) -> None:
         if self.starts[url] >= self.restarts:
-            if isinstance(why, ServerDied):
-                raise why
-            raise ServersLost(f"{why} (it may not come back: rollout.restarts={self.restarts})") from why
+            lost = f"it may not come back: rollout.restarts={self.restarts}; {self.client.waiting} open request(s) lost"
+            raise (ServerDied if isinstance(why, ServerDied) else ServersLost)(f"{why} ({lost})") from why
 
     # ---- in the trainer's thread ----
 
@@ -212,7 +211,8 @@ class Revival:
                 back.append(url)
             elif time.monotonic() - self._since[url] > self._limit(url):
                 raise ServersLost(
-                    f"{url} did not come back within {self._key(url)}={self._limit(url):g} s; it was: {why}"
+                    f"{url} did not come back within {self._key(url)}={self._limit(url):g} s, "
+                    f"{self.client.waiting} open request(s) lost; it was: {why}"
                 )
         return back
 
