@@ -1,5 +1,6 @@
 """The wandb mirror against the real client, offline."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,25 @@ def test_jobs_of_a_sweep_share_a_group(
     (job.parent / "multirun.yaml").touch()
     mirror.start(job, "run", {})
     assert asked["group"] == seen
+
+
+def test_a_wandb_that_cannot_be_reached_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(**options: Any) -> Any:
+        raise wandb.errors.CommError("no route to host")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    recorder = Recorder(tmp_path, steps=2, mirror=WandbMirror(project="p", entity=None, group=None, mode="online"))
+    for step in (1, 2):
+        recorder.metrics({"step": step, "loss": 0.5})
+        recorder.rollouts(step, [], version=step - 1)
+    recorder.evaluation({"step": 2, "name": "held_out", "reward": 0.5}, [])
+    recorder.finish("finished", {"objective": 0.5})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert len((tmp_path / "evals.jsonl").read_text().splitlines()) == 1
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    assert sum("mirror failed" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_an_unknown_mode_is_refused() -> None:
