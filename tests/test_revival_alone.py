@@ -90,7 +90,7 @@ def revival(
     def run(work: Coroutine[Any, Any, Any], timeout: float) -> Any:
         return asyncio.run(work)
 
-    client: Any = SimpleNamespace(roster=Roster(urls), call=call)
+    client: Any = SimpleNamespace(roster=Roster(urls), call=call, waiting=0)
     loader: Any = SimpleNamespace(run=run, check=nothing, interrupted=interrupted)
     servers: Any = SimpleNamespace(launched=[launched] if launched is not None else [])
     syncs: Any = weights or Weights()
