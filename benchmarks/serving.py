@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from train_step import save_model
 
 from grpo.model import Policy
-from grpo.rollout.plain_control import PlainControl
+from grpo.rollout.control import PlainControl
 from grpo.rollout.server import plan_servers
 from grpo.settings import Rollout, Sync
 from grpo.sync import make_sync

@@ -15,8 +15,8 @@ from tiny import tiny_tokenizer
 from grpo.batch import Sequence, pack
 from grpo.model import Policy
 from grpo.rollout.client import Client, Sampled, parse_answer, sampling_params
+from grpo.rollout.control import PlainControl
 from grpo.rollout.errors import RequestRefused
-from grpo.rollout.plain_control import PlainControl
 from grpo.sync.disk import DiskSync
 from grpo.types import Sampling
 

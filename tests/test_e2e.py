@@ -19,7 +19,7 @@ from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from grpo.replay.__main__ import main as replay
-from grpo.rollout.plain_control import PlainControl
+from grpo.rollout.control import PlainControl
 from grpo.token_record import read, recorded_steps
 
 pytest_plugins = ["real_servers"]

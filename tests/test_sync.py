@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from tiny import other_weights
 from torch import Tensor
 
+from grpo.rollout.control import PlainControl
 from grpo.rollout.errors import ServerError
-from grpo.rollout.plain_control import PlainControl
 from grpo.sync import auto, disk, server_backend
 from grpo.sync.base import VersionNotConfirmed
 from grpo.sync.disk import LOCK, PREFIX, DiskSync, remove_dead, write_safetensors

@@ -21,8 +21,8 @@ from tiny import other_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from grpo.rollout.control import PlainControl
 from grpo.rollout.errors import ServerError
-from grpo.rollout.plain_control import PlainControl
 from grpo.sync.disk import DiskSync
 
 pytest_plugins = ["real_servers"]
