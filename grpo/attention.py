@@ -148,9 +148,8 @@ KERNELS: dict[str, Kernel] = {"torch": _varlen, "flash4": flash4.attend}  # mode
 
 def implementation(kernel: str) -> str:
     """Its name for transformers, which takes every name with "flash" in it for one of its own."""
-    return f"{NAME}_{list(KERNELS).index(kernel)}"
+    return NAME if kernel == "torch" else f"{NAME}_{list(KERNELS).index(kernel)}"
 
 
-AttentionInterface.register(NAME, packed_attention)
 for name, kernel in KERNELS.items():
     AttentionInterface.register(implementation(name), functools.partial(packed_attention, kernel=kernel))

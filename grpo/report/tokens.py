@@ -58,10 +58,14 @@ def add_traces(folder: Path, groups: list[Group], notes: list[Note], budget: int
     damaged: set[str] = set()
     foreign = 0
     full = False
+    read: dict[tuple[Any, Any], dict[int, Completion]] = {}  # a notable group comes twice
     for group, rows in _in_order([g for g in groups if g["rows"][0]["step"] in steps]):
         if full:
             break
-        recorded = _read(folder, group, damaged)
+        key = (group["rows"][0]["step"], group["group"])
+        if key not in read:
+            read[key] = _read(folder, group, damaged)
+        recorded = read[key]
         for row in rows:
             completion = recorded.get(row["index"])
             if completion is None:
