@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, distributed, preflight, sweep
 from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
+from grpo.data.counts import dry_lines, lines
 from grpo.mask import masked
 from grpo.rollout import kept  # by its module: launchers pickle this file's globals for their jobs' processes
 
@@ -49,7 +50,8 @@ def main(cfg: DictConfig) -> float | None:
                 stack.enter_context(sweep.surroundings(cfg, hydra_cfg))
             plan = preflight.check(cfg, ROOT)
             if cfg.dry_run:
-                print("\n".join(plan.lines()))
+                print("\n".join(plan.lines()), flush=True)
+                print("\n".join(dry_lines(plan.data, plan.model_path, cfg.seed)))
                 discard(folder)
                 return None
             resume = cli.checkpoint_of(str(folder) if before.checkpoint else cfg.resume, plan.train.steps)
@@ -237,6 +239,8 @@ def make(
     tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
     data = plan.data.load(tokenizer, seed)
     recorder.update_status(data=data.report, model=plan.model_path)
+    for line in lines(data.report):
+        log.info("%s", line)
     if plan.evaluating and not data.evals:
         raise ValueError("data: has no held-out rows, so mode=eval has nothing to evaluate; set data.eval_rows")
     state = checkpoint.load(resume) if resume is not None else None

@@ -116,6 +116,10 @@ class Data:
     def find(self) -> None:
         """Raises ValueError when the rows are not where they should be, or lack columns. Cheap."""
 
+    def at_hand(self) -> bool:
+        """Whether its rows can be read without a download."""
+        return True
+
     @abstractmethod
     def tables(self) -> tuple[Table, dict[str, tuple["Data", Table]]]:
         """Training rows, and held-out rows by name with the description that reads them."""

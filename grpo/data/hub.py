@@ -40,8 +40,12 @@ class Hub(Data):
 
     def find(self) -> None:
         for data in (self, *self._held_out().values()):
-            if not Path(data.path).expanduser().exists() and not _cached(data.path):
+            if not _here(data.path):
                 _ask_hub(data.path)
+
+    def at_hand(self) -> bool:
+        sets = (self, *self._held_out().values())
+        return all(_here(data.path) for data in sets)
 
     def tables(self) -> tuple[Table, dict[str, tuple[Data, Table]]]:
         train = _load(self, "train")
@@ -70,6 +74,11 @@ def _not_to_be_had(path: str, error: Exception) -> str:
         f"data.path={path}: no local folder, not in the cache, and not to be had from the hub "
         f"({type(error).__name__}: {why}); give a local copy: data.path=/path/to/folder"
     )
+
+
+def _here(path: str) -> bool:
+    """A local folder, or a set in the cache."""
+    return Path(path).expanduser().exists() or _cached(path)
 
 
 def _cached(path: str) -> bool:
