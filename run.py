@@ -242,7 +242,10 @@ def make(
     for line in lines(data.report):
         log.info("%s", line)
     if plan.evaluating and not data.evals:
-        raise ValueError("data: has no held-out rows, so mode=eval has nothing to evaluate; set data.eval_rows")
+        raise ValueError(
+            "data: no row is held out (at most a fifth of the rows would be), so mode=eval has nothing to evaluate; "
+            "name a set: data.evals.<name>.path=<file>"
+        )
     state = checkpoint.load(resume) if resume is not None else None
     position = state["progress"] if state else {}
     rows = fingerprints(data.report)

@@ -97,9 +97,10 @@ def summarize(rewards: list[list[float | None]]) -> dict[str, Any]:
     """Mean reward over prompts with a 95 % interval; "accuracy" and pass@k where every reward is 0 or 1.
 
     rewards[p][i] is completion i of prompt p; None is "not scored", counted and left out. The interval: Wilson's for
-    one binary completion a prompt, else a bootstrap over prompts (completions of one prompt are not independent).
-    pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374), over the prompts
-    with all n completions scored.
+    one binary completion a prompt, else a bootstrap over prompts (completions of one prompt are not independent). Where
+    all are right or all wrong a bootstrap has no width, which would claim certainty: there it is Wilson's over prompts.
+    pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374) with each prompt's
+    own n of scored completions, over the prompts that have k; so pass@1 is the accuracy.
     """
     scored = [[r for r in row if r is not None] for row in rewards]
     rows = [row for row in scored if row]
@@ -109,7 +110,7 @@ def summarize(rewards: list[list[float | None]]) -> dict[str, Any]:
     means = [sum(row) / len(row) for row in rows]
     mean = sum(means) / len(means)
     binary = all(r in (0.0, 1.0) for row in rows for r in row)
-    if binary and all(len(row) == 1 for row in rows):
+    if binary and (all(len(row) == 1 for row in rows) or mean in (0.0, 1.0)):
         low, high = wilson(sum(means), len(means))
     else:
         low, high = bootstrap(means)
@@ -123,9 +124,12 @@ def summarize(rewards: list[list[float | None]]) -> dict[str, Any]:
     }
     n = max(len(row) for row in rewards)
     if binary and n > 1:
-        full = [row for row in rows if len(row) == n]
-        ks = [k for k in (2**i for i in range(n.bit_length())) if k <= n]
-        result["pass"] = {str(k): _mean([pass_at_k(n, int(sum(row)), k) for row in full]) for k in ks} if full else {}
+        enough = {k: [row for row in rows if len(row) >= k] for k in (2**i for i in range(n.bit_length())) if k <= n}
+        result["pass"] = {
+            str(k): _mean([pass_at_k(len(row), int(sum(row)), k) for row in having])
+            for k, having in enough.items()
+            if having
+        }
     return result
 
 

@@ -122,7 +122,10 @@ def test_a_set_of_one_row_is_trained_on_and_nothing_is_held_out(
     loaded = load(tmp_path, [{"prompt": "only", "answer": "1"}], eval_rows=256)
     assert only(loaded).text == "only"
     assert loaded.evals == {}
-    assert "0 rows are held out for evaluation, not data.eval_rows=256: there are only 1" in caplog.text
+    assert (
+        "0 rows are held out for evaluation, not data.eval_rows=256: at most a fifth of the 1 usable rows"
+        in caplog.text
+    )
 
 
 def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path) -> None:

@@ -244,9 +244,14 @@ def test_mistakes_are_named_before_anything_runs(spec: Any, message: str) -> Non
 def test_sources_are_looked_at_without_being_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     file = tmp_path / "rewards.py"
-    file.write_text(f"open({str(marker)!r}, 'w')\ndef good(prompt, completion, level): ...\ndef bad(text): ...\n")
+    file.write_text(
+        f"open({str(marker)!r}, 'w')\ndef good(prompt, completion, level): ...\ndef bad(text): ...\n"
+        "def by_name(*, prompt, completion): ...\n"
+    )
     with pytest.raises(ValueError, match=r"bad\(text\) must begin with \(prompt, completion\)"):
         make(f"{file}:bad").check()
+    with pytest.raises(ValueError, match=r"by_name\(\) must begin with \(prompt, completion\)"):
+        make(f"{file}:by_name").check()
     rewards = make(f"{file}:good")
     rewards.check()
     with pytest.raises(ValueError, match=r"rewards.py:good asks for column 'level'; the data has answer, prompt"):

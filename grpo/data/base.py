@@ -215,7 +215,7 @@ class Data:
                 evals["held_out"] = _eval_prompts(maker, chosen, evals)
             if len(chosen) < self.eval_rows:
                 log.warning(
-                    "%d rows are held out for evaluation, not data.eval_rows=%d: there are only %d",
+                    "%d rows are held out for evaluation, not data.eval_rows=%d: at most a fifth of the %d usable rows",
                     len(chosen), self.eval_rows, len(screened.kept) + len(chosen),
                 )  # fmt: skip
         report["train"] = screened.report | {"used": len(screened.kept), "fingerprint": fingerprint(screened.keys)}

@@ -74,8 +74,8 @@ class Python(IsolatedReward):
                 raise ValueError(f"{self.key}: {source} defines no {name!r}; its functions: {', '.join(defined)}")
             return set()
         a = definition.args
-        names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
-        if names[:2] != list(TEXTS):
+        names = [p.arg for p in (*a.posonlyargs, *a.args)]
+        if names[:2] != list(TEXTS):  # they are passed by place
             raise ValueError(f"{self.key}: {name}({', '.join(names)}) must begin with (prompt, completion)")
         needed = {*[p.arg for p in a.args[: len(a.args) - len(a.defaults)]]} | {
             p.arg for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is None
