@@ -300,3 +300,12 @@ def test_a_file_without_rows_is_named(tmp_path: Path) -> None:
     empty.touch()
     with pytest.raises(ValueError, match=r"^data.path: .*empty.jsonl has no rows$"):
         Reader(prompt="{prompt}", answer="answer").check_columns([], str(empty))
+
+
+def test_a_file_that_is_held_out_as_a_whole_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "1"}])
+    data = jsonl(file, evals={"same": {"path": str(tmp_path / "." / "rows.jsonl"), "eval_rows": 5}})
+    with pytest.raises(
+        ValueError, match=r"^data\.path=.*rows\.jsonl: all of it is held out by data\.evals, none is left"
+    ):
+        data.check()

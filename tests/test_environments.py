@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -278,6 +279,10 @@ def test_an_endless_call_leaves_no_wait_behind() -> None:
             {"kind": f"{ROOT / 'tests' / 'my_environments.py'}:Nobody"},
             "defines no 'Nobody'; it defines Counting, Coroutine",
         ),
+        (
+            {"kind": f"{ROOT / 'tests' / 'my_environments.py'}:Counting", "limits": 3},
+            r"data\.environment\.limits: no such argument; Counting has limit",
+        ),
         ({"kind": "tools"}, r"data\.environment\.tools: has no default; give it"),
     ],
 )
@@ -290,6 +295,28 @@ def test_mistakes_are_one_line(spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         look()
     assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_a_constructor_are_looked_at_without_running_it(tmp_path: Path) -> None:
+    file = tmp_path / "games.py"
+    file.write_text(
+        "raise RuntimeError\n"
+        "class Board:\n    def __init__(self, size, *, seed, depth=1): ...\n"
+        "class Open:\n    def __init__(self, **options): ...\n"
+        "class Heir(Board): ...\n"
+    )
+
+    def look(name: str, **arguments: Any) -> None:
+        kind = build_environment({"kind": f"{file}:{name}", **arguments})
+        assert kind is not None
+        kind.check()
+
+    look("Board", size=3, seed=1)
+    look("Open", anything=1)
+    look("Heir", seen="when it is made")
+    for given, missing in ({"size": 3}, "seed"), ({"seed": 3}, "size"):
+        with pytest.raises(ValueError, match=rf"data\.environment\.{missing}: Board has no default for it; give it"):
+            look("Board", **given)
 
 
 def test_a_reward_from_an_environment_needs_one(tmp_path: Any) -> None:

@@ -93,6 +93,9 @@ def test_a_service_that_stumbles_is_asked_again() -> None:
         ((200, {"score": 1}), r"expected \{\"reward\": <number>\}", 1),
         ((200, '{"reward": NaN}'), r"returned nan", 1),
         ((200, {"reward": "1"}), r"returned a text", 1),
+        ((200, {"reward": 10**400}), r"beyond every float", 1),
+        ((200, '{"reward": 1}' + " " * 2**20), r"status 200, an answer of over 1,048,576 bytes", 1),
+        ((500, "x" * (2**20 + 1)), r"status 500, an answer of over", 1),
         (30.0, r"no reward within 0.3 s", 1),
     ],
 )

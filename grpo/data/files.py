@@ -49,8 +49,13 @@ class Jsonl(Data):
             for name, keys in self.evals.items():
                 data = self.variant(name, keys)
                 named[name] = (data, _files(data.path, f"data.evals.{name}.path"))
-            taken = {f for _, held in named.values() for f in held}
-            return (self, [f for f in files if f not in taken]), named
+            taken = {f.resolve() for _, held in named.values() for f in held}
+            train = [f for f in files if f.resolve() not in taken]
+            if not train:
+                raise ValueError(
+                    f"data.path={self.path}: all of it is held out by data.evals, none is left to train on"
+                )
+            return (self, train), named
         held = [f for f in files if HELD_OUT.search(_stem(f))] if len(files) > 1 else []
         train = [f for f in files if f not in held]
         if not train:

@@ -25,7 +25,7 @@ class Custom(Kind):
     _class: Any = field(default=None, init=False)
 
     def check(self) -> None:
-        check_defined(self.path, KEY)
+        check_defined(self.path, KEY, self.arguments)
 
     def make(self) -> Environment:
         if self._class is None:

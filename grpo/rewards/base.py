@@ -87,9 +87,13 @@ def to_number(value: Any) -> float | None:
         raise ValueError(f"returned {what} ({_short(value)}); one completion has one number (or None: not scored)")
     if not isinstance(value, int | float):
         raise ValueError(f"returned {type(value).__name__} ({_short(value)}); expected a number (or None: not scored)")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number may be larger than any float
+        raise ValueError("returned a whole number beyond every float; expected one that a float can hold") from None
+    if not math.isfinite(number):
         raise ValueError(f"returned {value}; expected a finite number (or None: not scored)")
-    return float(value)
+    return number
 
 
 def _short(value: Any) -> str:

@@ -17,6 +17,7 @@ from grpo.rewards.options import above, at_least
 from grpo.types import Completion, Prompt
 
 BACKOFF = 0.25  # seconds before the first retry; doubles, with jitter so that retries do not come in step
+LARGEST = 2**20  # bytes of an answer, which is one number: what is longer is not read
 
 
 @dataclass(kw_only=True)
@@ -73,16 +74,21 @@ class Http(Reward):
                 raise RewardTimeoutError(f"{self.url}: no reward within {self.timeout:g} s (last: {failure})") from None
         raise RewardError(f"{self.url}: {failure}, after {self.retries + 1} tries")
 
-    async def _post(self, body: bytes) -> tuple[str | None, str]:
+    async def _post(self, question: bytes) -> tuple[str | None, str]:
         """The text of a good answer, or None and why it is worth another try. Raises RewardError for a refusal."""
         import aiohttp
 
         assert self._session is not None, f"{self.key} has not been started"
         try:
             async with self._session.post(
-                self.url, data=body, headers={"Content-Type": "application/json"}
+                self.url, data=question, headers={"Content-Type": "application/json"}
             ) as response:
-                text = await response.text(errors="replace")
+                body = bytearray()
+                async for part in response.content.iter_any():
+                    body += part
+                    if len(body) > LARGEST:
+                        raise RewardError(f"{self.url}: status {response.status}, an answer of over {LARGEST:,} bytes")
+                text = body.decode(errors="replace")
                 if response.status == 200:
                     return text, ""
                 failure = f"status {response.status}: {text[:200]}"
