@@ -74,6 +74,8 @@ class Engine:
             client.init_weight_transfer_engine({"packed": info.packed})
 
     def send_weights(self) -> None:
+        assert not torch.is_grad_enabled(), "every tensor that is sent would be kept with a graph"
+        assert threading.current_thread().daemon, "a collective that never returns would keep the process"
         self.client.start_weight_update()
         meta = self.source.metadata()
         sent = list(self.source)
@@ -189,6 +191,53 @@ def test_a_transfer_whose_other_side_is_gone_ends_by_its_deadline(engine: type[E
     server.hang.set()
 
 
+def test_a_handshake_whose_other_side_is_gone_ends_by_its_deadline(
+    engine: type[Engine], tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def hang(info: Any, *, client: Any, source: Any) -> None:
+        over.wait(30)
+
+    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", staticmethod(hang))
+    server = Server("http://127.0.0.1:1")
+    with pytest.raises(TimeoutError, match=r"sync=nccl: the handshake did not end within sync.timeout=0.3 s"):
+        made(NCCLSync, [server], tiny_dir, timeout=0.3).sync(0)
+    over.set()
+    assert server.paths[-1] == "/resume"
+
+
+def test_a_new_handshake_gives_back_what_the_old_group_holds(engine: type[Engine], tiny_dir: Path) -> None:
+    """A server has left: its group would wait for it for ever, and holds a port and memory of the GPU."""
+    servers = [Server("http://127.0.0.1:1"), Server("http://127.0.0.1:2")]
+    sync = made(NCCLSync, servers, tiny_dir)
+    sync.sync(0)
+    old = engine.made
+    assert not old.closed
+    sync.use([servers[0].url])
+    sync.sync(1)
+    assert old.closed
+    assert engine.made is not old
+    assert not engine.made.closed
+    assert engine.made.info.world_size == 2
+    assert [server.version for server in servers] == ["1", "0"]
+
+
+def test_whatever_ends_a_transfer_is_raised(engine: type[Engine], tiny_dir: Path) -> None:
+    """A library that exits in the transfer's thread would end that thread only, and the sync would count as made."""
+    server = Server("http://127.0.0.1:1")
+    sync = made(IPCSync, [server], tiny_dir)
+    sync.sync(0)
+
+    def exits() -> None:
+        raise SystemExit("no GPU")
+
+    engine.made.send_weights = exits  # type: ignore[method-assign]
+    with pytest.raises(SystemExit, match="no GPU"):
+        sync.sync(1)
+    assert server.paths[-1] == "/resume"
+
+
 def test_ipc_with_more_than_one_gpu_or_server_is_refused(engine: type[Engine], tiny_dir: Path) -> None:
     for servers in ([Server("http://127.0.0.1:1", world_size=2)], [Server("http://a:1"), Server("http://b:1")]):
         with pytest.raises(ValueError, match=r"sync=ipc: one server of one GPU"):
@@ -206,3 +255,37 @@ def test_a_cache_of_the_old_weights_that_stays_is_an_error(engine: type[Engine],
 
 def test_the_address_is_one_that_every_server_can_reach() -> None:
     assert our_address(["http://127.0.0.1:8000"]) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("routes", "chosen"),
+    [
+        (["127.0.0.1", "10.0.0.7"], "10.0.0.7"),  # the one elsewhere cannot reach 127.0.0.1
+        (["10.0.0.7", "127.0.0.1"], "10.0.0.7"),
+        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),
+        (["10.0.0.7", "10.0.0.8"], "10.0.0.7"),
+    ],
+)
+def test_the_address_where_one_server_is_on_another_machine(
+    routes: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {f"server{number}": route for number, route in enumerate(routes)}
+
+    class Probe:
+        def __init__(self, *kind: Any) -> None:
+            self.route = ""
+
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def connect(self, address: tuple[str, int]) -> None:
+            self.route = ours[address[0]]
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.route, 1
+
+    monkeypatch.setattr("grpo.sync.vllm.socket.socket", Probe)
+    assert our_address([f"http://{host}:8000" for host in ours]) == chosen
