@@ -73,6 +73,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     from grpo.rollout.errors import ServerError
     from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
+    from grpo.tracebacks import in_brief
     from grpo.watchdog import stacks_on_signal
 
     config: dict[str, Any] = masked(OmegaConf.to_container(cfg, resolve=True))
@@ -109,7 +110,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
                     log.warning("%s", ending)
                 except BaseException as error:
                     failure = error
-                    reason = f"{type(error).__name__}: {error}"
+                    reason = in_brief(error)
                     log.error("the run failed", exc_info=error)
                     if signals.received is not None and isinstance(error, ServerError):
                         # Who ends a job often signals every process of it: the servers have gone first, that is all.
@@ -124,7 +125,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
         except BaseException as error:
             log.exception("the run could not be closed in order")
             if failure is None:
-                state, failure, reason = "failed", error, f"{type(error).__name__}: {error}"
+                state, failure, reason = "failed", error, in_brief(error)
         summary = summarize(recorder, trainer, state=state, reason=reason, seconds=time.monotonic() - started)
         recorder.finish(state, summary, failure)
         page: Path | None = None

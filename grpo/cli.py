@@ -9,6 +9,7 @@ Exit status: 0 done, 1 a run failed, 2 a mistake in the command or the configura
 """
 
 import difflib
+import io
 import os
 import re
 import sys
@@ -64,6 +65,8 @@ OPEN = re.compile(r"data(\.parts\.[^.=]+)?\.(evals|weights|chat_template_kwargs|
 def start(main: Callable[[], Any], argv: list[str]) -> None:
     """Run Hydra's `main` on `argv`. A mistake is one line on stderr and exit status 2."""
     traceback = os.environ.get(FULL_ERROR) == "1"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a result or a reason is printed whatever characters it holds
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.environ[FULL_ERROR] = "1"  # Hydra then hands over its errors, which it would print over many lines
     ending: BaseException | None = None
     try:

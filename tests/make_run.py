@@ -330,7 +330,7 @@ def _write_summary(
         "seconds": elapsed,
         "eval": {spec.eval_name: {"before": evals[0], "after": evals[-1] if len(evals) > 1 else None}},
         "tokens": dict(ledger),
-        "idle": {"trainer": 0.2, "sampler": 0.1},
+        "idle": {"trainer": 0.2},
         "time": {
             "server_start": 24.1,
             "load_model": 6.0,

@@ -46,6 +46,15 @@ def test_prompts_that_are_null_empty_or_too_long_are_left_out(tmp_path: Path) ->
     assert loaded.report["train"]["prompt_tokens_max"] == 64
 
 
+def test_half_of_a_character_is_no_prompt(tmp_path: Path) -> None:
+    """JSON can write it; UTF-8 and so every tokenizer cannot."""
+    loaded = load(
+        tmp_path, [json.dumps({"prompt": p, "answer": "1"}) for p in ("a \ud800", "\udc00 b", "c 😀", "d \x00")]
+    )
+    assert loaded.report["train"]["left_out"] == {"lone_surrogate": 2}
+    assert sorted(prompts(loaded)) == ["train/2", "train/3"]
+
+
 def test_golds_that_the_reward_cannot_read_are_left_out(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}", "answer": a} for i, a in enumerate(["1,000", "$18", "5 apples", "-3.5", "x"])]
     loaded = load(tmp_path, rows, reward="number_match")

@@ -55,11 +55,13 @@ class Sweep:
         self.kept = Kept()
         self.kept.open(root)
         self.resets: list[str] = []
+        self.api_keys: list[str | None] = []
         self.refuses = False
         self.jobs = 0
 
     async def reset(self, url: str, api_key: str | None) -> None:
         self.resets.append(url)
+        self.api_keys.append(api_key)
         if self.refuses:
             raise ServerError("does not want to")
 
@@ -178,6 +180,44 @@ def test_other_files_of_the_model_are_another_server(sweep: Sweep) -> None:
     assert sweep.job() != first
 
 
+@pytest.mark.parametrize("what", ["size", "time"])
+def test_a_model_is_other_files_by_their_size_and_by_their_time(sweep: Sweep, what: str) -> None:
+    file = sweep.model / "config.json"
+    before = file.stat()
+    first = sweep.job()
+    if what == "size":
+        file.write_text(file.read_text() + " ")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1000))
+    assert sweep.job() != first
+
+
+def test_all_servers_are_reset_with_their_key(sweep: Sweep) -> None:
+    servers = sweep.begin("rollout.servers=2", "rollout.api_key=secret")
+    sweep.end()
+    sweep.begin("rollout.servers=2", "rollout.api_key=secret")
+    assert sweep.kept.reused
+    assert sweep.resets == servers.urls
+    assert len(servers.urls) == 2
+    assert sweep.api_keys == ["secret"] * 2
+
+
+def test_servers_that_get_weights_by_ipc_are_kept(sweep: Sweep) -> None:
+    assert sweep.job(backend="ipc") == sweep.job(backend="ipc")
+
+
+def test_env_set_of_the_first_job_is_not_the_seconds(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job's environment is the base of all, and Hydra has put its env_set into it."""
+    with monkeypatch.context() as job:
+        job.setenv("ONLY", "of job 0")
+        sweep.begin(env_set={"ONLY": "of job 0"})
+        sweep.end()
+    second = sweep.begin()
+    assert not sweep.kept.reused
+    assert "ONLY" not in second.launched[0].environment
+
+
 def test_what_imports_put_into_the_environment_is_no_other_launch(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +259,7 @@ def test_a_server_that_may_not_be_kept_ends_with_its_job(sweep: Sweep, overrides
 def test_a_job_with_attached_servers_leaves_the_kept_one_alone(sweep: Sweep) -> None:
     first = sweep.begin()
     sweep.end()
+    assert sweep.job() == pid(first)
     attached = sweep.begin(f"rollout.urls=[{first.urls[0]}]")
     assert not sweep.kept.reused
     sweep.end()
@@ -256,6 +297,7 @@ def wrapped(error: BaseException) -> Exception:
         (SyncNotProven("other logprobs"), True, False),
         (TimeoutError("no group finished"), True, False),
         (AssertionError("law 1 is broken"), True, False),
+        (MemoryError("no room"), True, False),
         (wrapped(ServersLost("given up")), True, False),
         (Interrupted(signal.SIGTERM), True, False),
     ],

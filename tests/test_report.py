@@ -133,6 +133,18 @@ def test_overlap_is_what_busy_and_training_exceed_the_step(tmp_path: Path) -> No
     assert data["time"] == {"wait_rollouts": 2.0, "train": 6.0, "sync": 1.0, "other": pytest.approx(1.0)}
 
 
+def test_the_idle_sampler_is_that_of_the_closing_table(tmp_path: Path) -> None:
+    """A step's share is of the time since the last line; weighted by steps it forgets the evaluations between them."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = {"step": 1, "time/step_s": 10.0, "time/wait_rollouts_s": 2.0, "time/train_s": 6.0, "time/sync_s": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps({**line, "sampler/idle_fraction": 0.1}) + "\n")
+    for resumed_at, sampler in ((None, 0.3), (0, 0.1)):
+        summary = {"resumed_at": resumed_at, "idle": {"trainer": 0.9, "sampler": 0.3}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        assert page_data(build_run(folder))["idle"] == pytest.approx({"trainer": 2 / 9, "sampler": sampler})
+
+
 def test_the_clock_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -83,6 +83,15 @@ def test_parameters_that_do_not_move(tmp_path: Path) -> None:
     assert ("error", "0", "update") in found(data)
 
 
+def test_parameters_that_do_not_move_though_there_is_a_gradient(tmp_path: Path) -> None:
+    """A bfloat16 model with so small a rate that every change is rounded away."""
+
+    def rounded(row: dict[str, Any]) -> None:
+        row["update_size"] = 0.0
+
+    assert ("error", "0", "update") in found(data_after(tmp_path, rounded))
+
+
 def test_groups_without_signal(tmp_path: Path) -> None:
     data = data_after(tmp_path, spec=RunSpec(steps=12, dead_rewards=True))
     assert ("error", "100 % of groups", "completions") in found(data)

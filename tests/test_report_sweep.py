@@ -156,6 +156,15 @@ def test_dead_arms_are_flagged(tmp_path: Path) -> None:
     assert "dead arm: rollout.max_staleness=1: parameters did not move" in texts(data)
 
 
+def test_an_arm_whose_updates_are_rounded_away_is_dead(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "sweep" / "0", RunSpec(steps=3, overrides=("seed=0", "loss=grpo"))).parent
+    metrics = folder / "0" / "metrics.jsonl"
+    lines = [json.loads(line) | {"update_size": 0.0} for line in metrics.read_text().splitlines()]
+    assert all(line["grad_norm"] > 0 for line in lines)
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert page_data(build_sweep(folder))["arms"][0]["flags"] == ["parameters did not move"]
+
+
 def test_all_rewards_equal_is_dead(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     for seed in (0, 1):

@@ -32,6 +32,42 @@ def test_an_offline_run_holds_every_metric_and_ends(tmp_path: Path, monkeypatch:
     assert not recorder._mirror_failed
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_goes_on_as_the_same_wandb_run_and_every_ending_finishes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    exits: list[int | None] = []
+    finish = wandb.Run.finish
+
+    def noted(self: Any, exit_code: int | None = None, **options: Any) -> None:
+        exits.append(exit_code)
+        finish(self, exit_code, **options)
+
+    monkeypatch.setattr(wandb.Run, "finish", noted)
+    ids = []
+    for step, (state, error) in enumerate(
+        [("failed", RuntimeError("a loss")), ("interrupted", KeyboardInterrupt()), ("finished", None)]
+    ):
+        mirror = WandbMirror(project="grpo-test", entity=None, group=None, mode="offline")
+        recorder = Recorder(tmp_path, steps=3, mirror=mirror, facts={"name": "test"}, resumed_at=step or None)
+        recorder.metrics({"step": step + 1, "loss": 0.25})
+        ids.append(mirror._run.id)
+        recorder.finish(state, {"objective": None}, error)
+        assert wandb.run is None
+        assert not recorder._mirror_failed
+    assert len(set(ids)) == 1
+    assert exits == [1, 1, 0]
+    parts = list(tmp_path.glob(f"wandb/offline-run-*-{ids[0]}*"))  # one a part
+    assert len(parts) == 3
+    other = tmp_path / "other"
+    other.mkdir()
+    mirror = WandbMirror(project="grpo-test", entity=None, group=None, mode="offline")
+    Recorder(other, steps=1, mirror=mirror).finish("finished", {})
+    assert mirror._run.id != ids[0]
+
+
 @pytest.mark.parametrize(("group", "seen"), [(None, "a-sweep"), ("mine", "mine")])
 def test_jobs_of_a_sweep_share_a_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str | None, seen: str

@@ -1,8 +1,9 @@
 """Which rows of a table can be used, and a count of the reasons why the others cannot. Before any model is loaded.
 
-Reasons: null_prompt, empty_prompt, null_answer, answer_not_text, answer_not_found (the pattern), unreadable_answer (the
-reward cannot read the gold, so every completion would be wrong), too_long, duplicate (same prompt, same answer: the
-first stays), contradiction (same prompt, different answers: none stays), in_held_out (also in a held-out set).
+Reasons: null_prompt, empty_prompt, lone_surrogate (half of a character: no tokenizer takes it), null_answer,
+answer_not_text, answer_not_found (the pattern), unreadable_answer (the reward cannot read the gold, so every completion
+would be wrong), too_long, duplicate (same prompt, same answer: the first stays), contradiction (same prompt, different
+answers: none stays), in_held_out (also in a held-out set).
 """
 
 import logging
@@ -118,6 +119,8 @@ def _render_all(
         for i, row in chunk:
             try:
                 text = renderer.text(reader.content(row))
+                if not _is_unicode(text):
+                    raise Unusable("lone_surrogate")
                 usable.append((i, prompt_key(reader.essence(row)), text, reader.gold(row)))
             except Unusable as verdict:
                 left_out.add(verdict.reason, i)
@@ -131,6 +134,14 @@ def _render_all(
                 lengths.append(len(ids))
                 unknown += unknown_id is not None and unknown_id in ids
     return rows, lengths, unknown
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def hold_out(screened: Screened, count: int) -> set[bytes]:

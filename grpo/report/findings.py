@@ -102,10 +102,11 @@ def engine_agrees(f: Facts) -> Iterator[Finding]:
 
 
 def parameters_move(f: Facts) -> Iterator[Finding]:
-    gradient, rate = f.metrics.series.highest("grad_norm"), f.metrics.series.highest("lr")
-    if gradient == 0 or rate == 0:
-        what = "gradient is zero" if gradient == 0 else "learning rate is zero"
-        yield Finding("error", "0", f"The {what} in every step: no parameter moved.", "update", ("model.lr",))
+    highest = f.metrics.series.highest
+    gradient, rate = highest("grad_norm"), highest("lr")
+    if 0 in (gradient, rate, highest("update_size")):
+        what = "gradient" if gradient == 0 else "learning rate" if rate == 0 else "update of the parameters"
+        yield Finding("error", "0", f"The {what} is zero in every step: no parameter moved.", "update", ("model.lr",))
 
 
 def groups_have_signal(f: Facts) -> Iterator[Finding]:

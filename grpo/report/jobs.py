@@ -55,7 +55,7 @@ class Job:
         found = []
         if not series.lines:
             return ["no step"]
-        if series.highest("grad_norm") == 0 or series.highest("lr") == 0:
+        if 0 in (series.highest("grad_norm"), series.highest("lr"), series.highest("update_size")):
             found.append("parameters did not move")
         if series.last("tokens/trained") == 0:
             found.append("nothing trained")

@@ -106,7 +106,8 @@ def before_and_after(
 
 
 def idle_shares(overview: Overview, metrics: Metrics) -> dict[str, float]:
-    """Share of the steps' time that the trainer waited for rollouts, and that the sampler had no open request."""
+    """Share of the steps' time that the trainer waited for rollouts, and of all time since the first step that the
+    sampler had no open request (without a summary: of the steps' time)."""
     recorded = overview.summary.get("idle")
     shares = {}
     if isinstance(recorded, Mapping):
@@ -114,7 +115,9 @@ def idle_shares(overview: Overview, metrics: Metrics) -> dict[str, float]:
     time = metrics.time_shares()
     if time and metrics.working_s():
         shares["trainer"] = time["wait_rollouts"] / metrics.working_s()
-        if metrics.sampler_idle_s is not None:
+        # The summary's is exact, evaluations between the steps included, but it is of the part since the last resume.
+        whole = "sampler" in shares and overview.summary.get("resumed_at") is None
+        if metrics.sampler_idle_s is not None and not whole:
             shares["sampler"] = metrics.sampler_idle_s / sum(time.values())
     return shares
 
