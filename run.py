@@ -54,7 +54,11 @@ def main(cfg: DictConfig) -> float | None:
                 print("\n".join(dry_lines(plan.data, plan.model_path, cfg.seed)))
                 discard(folder)
                 return None
-            resume = cli.checkpoint_of(str(folder) if before.checkpoint else cfg.resume, plan.train.steps)
+            resume = (
+                cli.last_checkpoint(folder, plan.train.steps)
+                if before.checkpoint
+                else cli.checkpoint_of(cfg.resume, plan.train.steps)
+            )
             preflight.check_reachable(plan.rollout.urls)
             stack.enter_context(claim(folder, cfg, hydra_cfg, resume, again=in_sweep))
         except ValueError as error:

@@ -40,6 +40,10 @@ class Progress:
     ledger: dict[str, int]
 
 
+class Damaged(ValueError):  # noqa: N818
+    """A checkpoint that cannot be read whole."""
+
+
 class Checkpoints:
     """Writes and prunes the checkpoints of one run. keep: how many of the newest stay; 0 keeps all. data: the
     fingerprints of its rows. `written` and `seconds` count since the start, `bytes` is the last one's size."""
@@ -121,15 +125,15 @@ def find(path: Path) -> Path:
 def find_whole(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that `resume=<path>` means, and its `Progress`: of a run folder the newest that can be read.
 
-    Raises ValueError when there is none, or the one that was named is damaged.
+    Raises ValueError when there is none; Damaged for the one that was named, or when all of a run folder are.
     """
     newest = find(path)
     candidates = [newest] if newest == path else complete(newest.parent)[::-1]
-    first: ValueError | None = None
+    first: Damaged | None = None
     for candidate in candidates:
         try:
             return candidate, inspect(candidate)
-        except ValueError as damage:
+        except Damaged as damage:
             log.warning("%s%s", damage, "; trying the one before" if candidate != candidates[-1] else "")
             first = first or damage
     assert first is not None
@@ -137,7 +141,7 @@ def find_whole(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def inspect(checkpoint: Path) -> dict[str, Any]:
-    """Its `Progress` as a dict. Raises ValueError for a damaged checkpoint: a file that is missing or cut short."""
+    """Its `Progress` as a dict. Raises Damaged for a damaged checkpoint: a file that is missing or cut short."""
     from safetensors import safe_open
 
     file = checkpoint / "trainer.pt"
@@ -154,7 +158,7 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
             with safe_open(file, "pt"):  # compares the header with the file's length
                 pass
     except Exception as error:  # zip's, pickle's, torch's, safetensors' and the file system's
-        raise ValueError(
+        raise Damaged(
             f"resume={checkpoint}: {file.name} cannot be read ({type(error).__name__}); resume from another checkpoint"
         ) from error
     return progress

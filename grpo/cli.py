@@ -213,6 +213,23 @@ def checkpoint_of(value: str | None, steps: int) -> Path | None:
     return checkpoint
 
 
+def last_checkpoint(folder: Path, steps: int) -> Path | None:
+    """Where a begun job of a sweep goes on. Raises ValueError; where no checkpoint can be read, with how to begin anew.
+
+    That is the user's to decide: a disk that cannot be read now may be readable later, and beginning anew deletes.
+    """
+    from grpo.checkpoint import Damaged
+
+    try:
+        return checkpoint_of(str(folder), steps)
+    except Damaged as damage:
+        what = str(damage).rpartition("; ")[0]
+        raise ValueError(
+            f"{what}; no checkpoint of this job can be read: delete {folder / 'checkpoints'}, and the same command "
+            "begins the job anew"
+        ) from damage
+
+
 def _config_flags(run: Path, given: list[str]) -> list[str]:
     """The primary configuration of a run, where it is not the usual one: a sweep's file, or the user's own."""
     saved = OmegaConf.create(_yaml(run / ".hydra" / "hydra.yaml"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fake_server import FakeServer
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
-from grpo import sweep
+from grpo import checkpoint, cli, sweep
 from grpo.claim import claim
 
 # A job of it ends the process, as careless code does.
@@ -176,6 +177,46 @@ def test_a_job_that_was_begun_goes_on_from_its_last_checkpoint(tmp_path: Path) -
         assert sweep.before(folder, config()[0]) == sweep.Before(checkpoint=folder / "checkpoints" / "step_000010")
         bare = job(tmp_path / f"{state}-bare", state=state)
         assert sweep.before(bare, config()[0]) == sweep.Before()
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_says_what_to_delete_to_begin_anew(tmp_path: Path) -> None:
+    """And what it says is true; until then nothing is touched."""
+    folder = job(tmp_path / "0", state="interrupted", checkpoints=(2, 4))
+    cfg, hydra = config()
+    before = written(folder)
+    named = (
+        rf"step_000004: trainer.pt cannot be read \(FileNotFoundError\); .*: delete {folder}/checkpoints, and the same"
+    )
+    with pytest.raises(ValueError, match=named) as caught:
+        cli.last_checkpoint(folder, 10)
+    assert "resume from another checkpoint" not in str(caught.value)
+    sweep.refuse(folder, cfg, hydra, caught.value)
+    assert written(folder) == before
+    shutil.rmtree(folder / "checkpoints")
+    assert sweep.before(folder, cfg) == sweep.Before()
+    with claim(folder, cfg, hydra, None, again=True):
+        assert not (folder / "summary.json").exists()
+
+
+def test_the_command_itself_says_it(tmp_path: Path, server: FakeServer) -> None:
+    folder = job(tmp_path / "jobs" / "0", *command.small(server), state="interrupted", checkpoints=(2,))
+    before = written(folder)
+    ended = command.run(*command.small(server), "-m", "seed=0", "hydra.sweep.dir=jobs", folder=tmp_path)
+    assert ended.returncode == 1
+    told = re.findall(r"^job 0: .*", ended.stderr, re.MULTILINE)
+    assert told[-1].endswith(f": delete {folder / 'checkpoints'}, and the same command begins the job anew")
+    kept = {name: content for name, content in written(folder).items() if name in before}
+    assert kept == before
+    assert server.requests() == []
+
+
+def test_a_job_with_nothing_left_to_make_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = job(tmp_path / "0", state="interrupted", checkpoints=(4,))
+    monkeypatch.setattr(checkpoint, "inspect", lambda path: {"step": 4})
+    assert cli.last_checkpoint(folder, 5) == folder / "checkpoints" / "step_000004"
+    with pytest.raises(ValueError, match=r"has made 4 of train.steps=3") as caught:
+        cli.last_checkpoint(folder, 3)
+    assert "delete" not in str(caught.value)
 
 
 def test_another_job_is_refused_and_nothing_of_it_changes(tmp_path: Path) -> None:
