@@ -204,7 +204,9 @@ def test_all_servers_are_reset_with_their_key(sweep: Sweep) -> None:
 
 
 def test_servers_that_get_weights_by_ipc_are_kept(sweep: Sweep) -> None:
-    assert sweep.job(backend="ipc") == sweep.job(backend="ipc")
+    sweep.job(backend="ipc")
+    sweep.begin(backend="ipc")
+    assert sweep.kept.reused
 
 
 def test_env_set_of_the_first_job_is_not_the_seconds(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
