@@ -63,6 +63,14 @@ def test_pairing_removes_what_seeds_share() -> None:
     assert not paired_difference(a, {"0": 0.9}).separated  # one pair tells nothing
 
 
+def test_differences_that_happen_to_be_equal_separate_nothing() -> None:
+    """Two seeds, each two of 64 problems better: the interval has no width, and is no evidence."""
+    difference = paired_difference({"0": 37 / 64, "1": 46 / 64}, {"0": 35 / 64, "1": 44 / 64})
+    assert difference.interval is not None
+    assert difference.interval.mean == pytest.approx(-2 / 64)
+    assert not difference.separated
+
+
 def test_pareto_front() -> None:
     #                 cheapest  best    worse     as dear   as good   nothing  equal to the first
     points = [(1, 0.5), (2, 0.9), (3, 0.8), (2, 0.7), (4, 0.9), None, (1, 0.5)]

@@ -31,7 +31,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 @dataclass(slots=True, frozen=True)
 class Difference:
-    """b - a over the seeds that both arms have. `separated`: the 95 % interval leaves out zero."""
+    """b - a over the seeds that both arms have. `separated`: the 95 % interval has a width and leaves out zero."""
 
     interval: Interval | None
     separated: bool
@@ -41,6 +41,9 @@ def paired_difference(a: Mapping[str, float], b: Mapping[str, float]) -> Differe
     """a, b: value by seed. Pairing removes what a seed does to both arms (data order, initial sampling)."""
     interval = mean_interval([b[seed] - a[seed] for seed in a if seed in b])
     if interval is None or interval.low is None or interval.high is None:
+        return Difference(interval, separated=False)
+    if interval.high - interval.low < 1e-9:
+        # Seeds that differ by the same count of a finite test set say nothing about how much a new one may differ.
         return Difference(interval, separated=False)
     return Difference(interval, separated=interval.low > 0 or interval.high < 0)
 
