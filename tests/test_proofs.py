@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 from loop import loop
+from real_run import check_proofs
 
 METRICS = """
 step version time/elapsed_s time/step_s time/wait_rollouts_s time/train_s time/sync_s reward/mean reward/std loss
@@ -45,3 +46,23 @@ def test_the_first_sync_and_every_so_many_are_proven(
         assert set(METRICS.split()) <= set(line)
     for line in lines(tmp_path, "rollouts"):
         assert set(ROLLOUTS.split()) <= set(line)
+
+
+def line(step: int, **proof: float | None) -> dict[str, Any]:
+    return {"step": step, "sync/total_s": 0.1, **{f"sync/{name}": value for name, value in proof.items()}}
+
+
+def test_the_check_of_real_runs_demands_the_proof_of_every_sync_that_is_due() -> None:
+    """One that is missing is no proof of 0."""
+    good, bare = line(2, probe_max=1e-6), line(1)
+    check_proofs([bare, good], 2)
+    check_proofs([bare, line(2)], 0)
+    check_proofs([bare, good, {"step": 3}], 2)  # a run that ended in its last sync
+    with pytest.raises(KeyError, match="sync/probe_max"):
+        check_proofs([bare, line(2)], 2)
+    with pytest.raises(AssertionError):
+        check_proofs([bare, line(2, probe_max=1e-3)], 2)
+    with pytest.raises(TypeError):
+        check_proofs([bare, line(2, probe_max=None)], 2)  # not a number, in the file
+    with pytest.raises(AssertionError, match="step 1: without a sync"):
+        check_proofs([{"step": 1}, good], 2)
