@@ -212,7 +212,6 @@ def make(
     from grpo.evaluate import Evaluation, Evaluator
     from grpo.groups import GroupRules
     from grpo.ledger import Ledger
-    from grpo.model import Policy
     from grpo.optimizer import Optimizer
     from grpo.prove import Prover
     from grpo.rollout.admission import Admission
@@ -221,7 +220,7 @@ def make(
     from grpo.rollout.loader import Loader
     from grpo.rollout.revival import Revival
     from grpo.seeds import seed_everything
-    from grpo.step import TrainStep
+    from grpo.step import Reference, TrainStep
     from grpo.sync import make_sync
     from grpo.token_record import recorder_of, replay_facts
     from grpo.trainer import Trainer
@@ -259,12 +258,18 @@ def make(
         # after whole steps it is this; with another train.batch_size (resume_force) it must be
         position["places"] = position["version"] * plan.groups_per_step
     policy = make_policy(
-        resume or plan.model_path, model, plan.device, tokenizer=tokenizer, trainable=not plan.evaluating, team=team
+        plan.model_path,
+        model,
+        plan.device,
+        checkpoint=resume,
+        tokenizer=tokenizer,
+        trainable=not plan.evaluating,
+        team=team,
     )
-    reference: Policy | None = None
+    reference: Reference | None = None
     optimizer: Optimizer | None = None
     if plan.loss.needs_reference and not plan.evaluating:
-        reference = make_reference(plan.model_path, model, plan.device, team)
+        reference = make_reference(plan.model_path, model, plan.device, policy, team)
     if not plan.evaluating:
         optimizer = make_optimizer(policy, model, train, team)
     if state and optimizer is not None:

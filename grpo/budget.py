@@ -3,7 +3,8 @@
 Bytes a parameter: the compute dtype's 2 (bfloat16) or 4 (float32), 4 for the gradient's float32 sums, and for AdamW
 12 (masters and moments in float32; 8 with bfloat16 moments; 8 where the parameters are the float32 masters). They are
 exact on one GPU. Over several each has its share of them, the compute dtype's only in what FSDP2 gathers at a time:
-embedding and head from the forward to the backward pass, and two layers, with their gradients. Activations are an
+embedding and head from the forward to the backward pass, and two layers, with their gradients. With LoRA gradients and
+optimizer are those of the adapters alone, and the reference is the base, which is there. Activations are an
 estimate for decoder layers with gated MLPs (Llama, Qwen), per token and layer, in elements of 2 bytes, with hidden size
 D, MLP size I, query, key and value widths q, k, v:
 
@@ -44,6 +45,21 @@ class Shape:
     def layer(self) -> int:
         """Parameters of one. Matrices only; norms and biases are less than a thousandth."""
         return self.hidden * (self.width + self.queries + 3 * self.mlp)
+
+    def adapters(self, rank: int, targets: str | list[str]) -> int:
+        """Parameters of LoRA: rank * (in + out) of each linear layer that gets one, by the names of Llama and Qwen."""
+        keys = (self.width - self.queries) // 2
+        widths = {
+            "q_proj": self.hidden + self.queries,
+            "k_proj": self.hidden + keys,
+            "v_proj": self.hidden + keys,
+            "o_proj": self.queries + self.hidden,
+            "gate_proj": self.hidden + self.mlp,
+            "up_proj": self.hidden + self.mlp,
+            "down_proj": self.mlp + self.hidden,
+        }
+        chosen = widths if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
+        return self.layers * rank * sum(widths.get(name, 0) for name in chosen)
 
     @property
     def outside(self) -> int:
@@ -116,7 +132,7 @@ class Budget:
             raise ValueError(
                 f"model.optimizer={model.optimizer}: weights, gradients and optimizer of this model take "
                 f"{self.fixed - self.server:.0f} GB{server if self.server else ''}, the GPU has {self.card:.0f} GB; "
-                "use model.optimizer=adamw_bf16, a smaller model.server_memory, or more GPUs"
+                "use model.optimizer=adamw_bf16, model.lora_rank, a smaller model.server_memory, or more GPUs"
             )
 
 
@@ -128,6 +144,8 @@ def budget(
     size = 4 if model.dtype == "float32" else 2
     state = 8 if model.dtype == "float32" or model.optimizer == "adamw_bf16" else 12
     parameters = shape.parameters / 1e9 / ranks
+    adapters = shape.adapters(model.lora_rank, model.lora_targets) / 1e9
+    trained = adapters if model.lora_rank else parameters
     gathered = (shape.outside + 2 * shape.layer) / 1e9 if ranks > 1 else 0.0
     kept_too = ranks == 1 or model.dtype == "float32"  # a bfloat16 model's shards are the optimizer's masters
     kept = {
@@ -137,10 +155,10 @@ def budget(
     }
     elements = shape.layers * kept[model.checkpointing] + (kept["none"] if model.checkpointing == "full" else 0)
     return Budget(
-        weights=(parameters * size if kept_too else 0.0) + gathered * size,
-        gradients=parameters * 4 + gathered * size,
-        optimizer=parameters * state,
-        reference=parameters * size if reference else 0.0,
+        weights=((parameters + adapters) * size if kept_too else 0.0) + gathered * size,
+        gradients=trained * 4 + gathered * size,
+        optimizer=trained * state,
+        reference=parameters * size if reference and not model.lora_rank else 0.0,
         activations=microbatch * elements * size / 1e9 + HEAD_GB,
         server=server_share * card,
         card=card,

@@ -14,6 +14,7 @@ from grpo import flash4
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 from grpo.settings import Model, Train
+from grpo.step import Reference
 
 if TYPE_CHECKING:
     from grpo.team import Team
@@ -26,26 +27,49 @@ def make_policy(
     model: Model,
     device: str,
     *,
+    checkpoint: Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     trainable: bool = True,
     team: "Team | None" = None,
 ) -> Policy:
-    """The model at `path`: the initial weights or a checkpoint."""
+    """The model at `path`, where the run begins, or as far as it had come in `checkpoint`."""
     compile = device != "cpu" if model.compile == "auto" else bool(model.compile)
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": model.dtype,
         "checkpointing": model.checkpointing,
         "compile": compile,
         "attention": _attention(model, device),
         "trainable": trainable,
     }
-    policy = _policy("policy", team, path, device, settings)
+    if model.lora_rank and trainable:
+        assert team is None, "the settings were checked"
+        from grpo.lora import LoRAPolicy
+
+        del settings["trainable"]
+        policy: Policy = LoRAPolicy(
+            path,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            targets=model.lora_targets,
+            checkpoint=checkpoint,
+            device=device,
+            **settings,
+        )
+    else:
+        policy = _policy("policy", team, checkpoint or path, device, settings)
     policy.tokenizer = tokenizer
     return policy
 
 
-def make_reference(path: str | Path, model: Model, device: str, team: "Team | None" = None) -> Policy:
-    """The policy that a KL penalty pulls to."""
+def make_reference(
+    path: str | Path, model: Model, device: str, policy: Policy, team: "Team | None" = None
+) -> Reference:
+    """What a KL penalty pulls to: the model at `path`, where `policy` begins and whose base it is with LoRA."""
+    if model.lora_rank:
+        from grpo.lora import LoRAPolicy
+
+        assert isinstance(policy, LoRAPolicy)
+        return policy.base()
     settings = {"dtype": model.dtype, "attention": _attention(model, device), "trainable": False}
     return _policy("reference", team, path, device, settings)
 

@@ -1,6 +1,6 @@
 """Checkpoints: a model directory that transformers and vLLM load as it is, plus `trainer.pt` with everything else.
 
-    checkpoints/step_000100/    config.json, model.safetensors, tokenizer files, trainer.pt
+    checkpoints/step_000100/    config.json, model.safetensors, tokenizer files, trainer.pt; with LoRA adapter/
     checkpoints/latest          the name of the newest complete one
 
 A checkpoint is written aside, flushed to disk and renamed: a folder named step_* is always complete. The servers go on
@@ -93,8 +93,9 @@ class Checkpoints:
         return {"checkpoint/seconds": seconds, "checkpoint/bytes": float(size)}
 
     def _check_space(self, policy: Policy) -> None:
-        # weights, and two float32 moments plus a master for each
-        need = sum(p.numel() * (p.element_size() + 12) for p in policy.parameters()) + SPARE_BYTES
+        # weights, and two float32 moments plus a master for each that is trained
+        weights = sum(w.numel() * w.element_size() for _, w in policy.named_weights())
+        need = weights + 12 * sum(p.numel() for p in policy.parameters()) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < need:
             raise OSError(

@@ -42,6 +42,9 @@ FIXED = (
     "model.optimizer",
     "model.betas",
     "model.weight_decay",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.lora_targets",
 )
 
 
@@ -173,7 +176,7 @@ def _changes(folder: Path, cfg: DictConfig) -> list[str]:
             "variable GRPO_API_KEY"
         )
     for key in (*FIXED, *(() if cfg.get("resume_force") else COUNTED)):
-        if key in changed:
+        if key in changed and changed[key][0] is not None:  # else the run is older than the key
             before, now = changed[key]
             forced = "resume_force=true goes on all the same, or " if key in COUNTED else ""
             raise ValueError(

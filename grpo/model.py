@@ -7,10 +7,11 @@ or scaled logits, another attention) is refused there and never trained wrongly.
 
 The parameters are in `dtype`; float32 masters for bfloat16 live in `grpo.optimizer`. A reference policy is a second
 `Policy` with `trainable=False`, so that its memory is only paid by the losses that need one. Dropout is off: with it,
-the ratio of a token would be noise. Left out: adapters, several ranks (`grpo.sharded`),
+the ratio of a token would be noise. Left out: adapters (`grpo.lora`), several ranks (`grpo.sharded`),
 models whose checkpoints rename their parameters.
 """
 
+import copy
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -26,6 +27,7 @@ from grpo.attention import implementation, packing
 from grpo.batch import MicroBatch, Sequence, pack
 from grpo.linear import accumulate_in_products
 from grpo.logprobs import BlockLoss, block_rows, even_blocks, head_backward, sequence_blocks, token_logprobs
+from grpo.sync.disk import write_safetensors
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -131,6 +133,20 @@ class Policy:
     def save(self, path: str | Path) -> None:
         """Write a directory that transformers and vLLM load as it is (safetensors, configuration, tokenizer)."""
         self.model.save_pretrained(path)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(path)
+
+    def save_by_tensor(self, path: str | Path) -> None:
+        """As `save`, for weights that are put together when they are asked for (`named_weights`), one at a time."""
+        path = Path(path)
+        config = copy.deepcopy(self.config)
+        config.architectures, config.dtype = [type(self.model).__name__], self.dtype
+        config.save_pretrained(path)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(path)
+        shapes = {name: list(weight.shape) for name, weight in self.named_weights()}
+        dtype = str(self.dtype).removeprefix("torch.")
+        write_safetensors(path / "model.safetensors", shapes, dtype, self.named_weights(self.dtype))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(path)
 

@@ -84,7 +84,8 @@ class Plan:
         where = ", ".join(rollout.urls) if rollout.urls else f"{rollout.servers} launched on {rollout.host}"
         return [
             f"model     {self.model_path} ({self.model_config.get('model_type')}, {self.model.dtype}) on {self.device}"
-            + (f", sharded over {self.place.ranks} ranks" if self.place else ""),
+            + (f", sharded over {self.place.ranks} ranks" if self.place else "")
+            + ("" if self.evaluating else self.model.adapters()),
             f"data      {type(self.data).__name__}: prompt <= {self.data.max_prompt_tokens} + completion <= "
             f"{self.data.max_tokens} tokens, context {self.context}",
             f"rollout   {where}; groups of {rollout.group_size}, max_staleness {rollout.max_staleness}, "
@@ -137,6 +138,8 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         check_heads(config, path)
     here = distributed.place()
     backend, reason = resolve_sync(sync, rollout, device, here.local_ranks if here else 1)
+    if cfg.mode != "eval":
+        check_lora(model, here)
     distributed.check_plan(
         mode=cfg.mode, batch_size=train.batch_size, minibatches=train.minibatches, device=device, backend=backend
     )
@@ -229,6 +232,19 @@ def check_batch(train: Train, model: Model, rollout: Rollout) -> None:
         raise ValueError(
             f"model.warmup_steps={model.warmup_steps}: the run has {train.steps * train.minibatches} optimizer steps "
             "(train.steps * train.minibatches), which leaves none for model.schedule=cosine"
+        )
+
+
+def check_lora(model: Model, here: distributed.Place | None) -> None:
+    """Whether this run can train adapters; their targets are looked for in the model itself, when it is loaded."""
+    if not model.lora_rank:
+        return
+    if find_spec("peft") is None:
+        raise ValueError(f"model.lora_rank={model.lora_rank}: peft is not installed; pip install 'grpo[lora]'")
+    if here:
+        raise ValueError(
+            f"model.lora_rank={model.lora_rank} under torchrun ({here.ranks} ranks): adapters are trained by one "
+            "process; run it without torchrun, or set model.lora_rank=0"
         )
 
 

@@ -84,8 +84,23 @@ class Model(Checked):
     attention: str
     compile: str | bool
     server_memory: float
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_targets: str | list[str] = "all-linear"
+
+    def adapters(self) -> str:
+        """For the plan."""
+        if not self.lora_rank:
+            return ""
+        targets = self.lora_targets if isinstance(self.lora_targets, str) else ", ".join(self.lora_targets)
+        return f"; LoRA of rank {self.lora_rank}, alpha {self.lora_alpha:g}, on {targets}"
 
     def check(self) -> None:
+        self.at_least(0, "lora_rank")
+        if not self.lora_alpha > 0:
+            raise ValueError(f"model.lora_alpha={self.lora_alpha}: must be above 0")
+        if not self.lora_targets:
+            raise ValueError("model.lora_targets=[]: names of linear layers ([q_proj, v_proj]), or all-linear")
         self.one_of("dtype", ("float32", "bfloat16"))
         self.one_of("optimizer", ("adamw", "adamw_bf16"))
         self.one_of("schedule", ("constant", "cosine"))

@@ -18,7 +18,6 @@ a fixed assignment of stochastic rounding to parameters ("adamw_bf16" draws othe
 Shapes: as in `grpo.batch`; the ranks' N tokens are end to end, in the order of ranks.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -35,7 +34,6 @@ from grpo.adamw_bf16 import BFloat16AdamW
 from grpo.batch import MicroBatch, Sequence, join, pack
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
-from grpo.sync.disk import write_safetensors
 from grpo.team import Team
 
 
@@ -91,17 +89,7 @@ class ShardedPolicy(Policy):
                 yield name, self.team.everywhere(self.name, "_gather", name, dtype)[0]
 
     def save(self, path: str | Path) -> None:
-        path = Path(path)
-        config = copy.deepcopy(self.config)
-        config.architectures, config.dtype = [type(self.model).__name__], self.dtype
-        config.save_pretrained(path)
-        if self.model.can_generate():
-            self.model.generation_config.save_pretrained(path)
-        shapes = {name: list(weight.shape) for name, weight in self._weights.items()}
-        dtype = str(self.dtype).removeprefix("torch.")
-        write_safetensors(path / "model.safetensors", shapes, dtype, self.named_weights(self.dtype))
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(path)
+        self.save_by_tensor(path)
 
     # ---- every rank ----
 

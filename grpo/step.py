@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ class NonFiniteStep(RuntimeError):  # noqa: N818
     """A NaN or an infinity in the loss or the gradient. The step was refused: the parameters are as before it."""
 
 
+class Reference(Protocol):
+    """What a KL penalty pulls to."""
+
+    def logprobs(self, mb: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """As `Policy.logprobs`."""
+        ...
+
+
 class TrainStep:
     """Trains one batch at a time.
 
@@ -46,7 +55,7 @@ class TrainStep:
         self,
         *,
         policy: Policy,
-        reference: Policy | None,
+        reference: Reference | None,
         optimizer: Optimizer,
         loss: Loss,
         ledger: Ledger,

@@ -90,6 +90,23 @@ def test_less_state_with_bfloat16_moments_and_a_reference_costs_its_weights() ->
     assert "server" not in parts.line()
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "o_proj", ["k_proj", "down_proj"]])
+def test_with_lora_only_adapters_have_gradients_and_state(targets: str | list[str]) -> None:
+    shape = shape_of(QWEN3_4B)
+    assert shape is not None
+    model = replace(MODEL, lora_rank=16, lora_targets=targets)
+    parts = budget(shape, model, microbatch=1, reference=True, server_share=0.0, card=H200)
+    # in + out of Qwen3-4B's layers: 2560 hidden, 4096 queries, 1024 keys, 9728 in the MLP
+    widths = {"q_proj": 6656, "k_proj": 3584, "v_proj": 3584, "o_proj": 6656}
+    widths |= {"gate_proj": 12_288, "up_proj": 12_288, "down_proj": 12_288}
+    chosen = widths if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
+    adapters = 36 * 16 * sum(widths[name] for name in chosen) / 1e9
+    assert parts.gradients == pytest.approx(4 * adapters)
+    assert parts.optimizer == pytest.approx(12 * adapters)
+    assert parts.weights == pytest.approx(2 * (shape.parameters / 1e9 + adapters))
+    assert parts.reference == 0.0
+
+
 def test_ranks_share_the_state_but_not_the_activations() -> None:
     one, four = plan(), plan(ranks=4)
     assert four.optimizer == pytest.approx(one.optimizer / 4)

@@ -82,6 +82,8 @@ def test_the_lock_ends_with_a_failure(tmp_path: Path) -> None:
         ("rollout.group_size=8", "rollout.group_size=8: .* has rollout.group_size=16"),
         ("train.batch_size=64", "train.batch_size=64: .* has train.batch_size=128"),
         ("model.path=/other", "model.path=/other: .* has model.path=models/tiny"),
+        ("model.lora_rank=4", "model.lora_rank=4: .* has model.lora_rank=0"),
+        ("model.lora_targets=[q_proj]", r"model.lora_targets=\['q_proj'\]"),
         ("model.weight_decay=0.1", "model.weight_decay=0.1: .* has model.weight_decay=0.0"),
         ("model.betas=[0.9,0.95]", r"model.betas=\[0.9, 0.95\]"),
     ],
@@ -116,6 +118,15 @@ def test_resume_force_goes_on_with_another_order_but_never_with_another_model(
         assert "seed: 0 before, 1 now" in caplog.text
         assert "train.batch_size: 128 before, 64 now" in caplog.text
     assert "resume_force" not in (folder / ".hydra" / "overrides.yaml").read_text()
+
+
+def test_a_run_older_than_a_key_goes_on(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(1,))
+    file = folder / ".hydra" / "config.yaml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if "lora_" not in line))
+    with claim(folder, *config(), folder / "checkpoints" / "step_000001", again=False):
+        pass
+    assert "lora_rank: 0" in file.read_text()
 
 
 def test_other_settings_may_change_and_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -244,6 +244,21 @@ def test_two_ranks_keep_the_laws(attached: Callable[..., Run], tied_server: Real
     assert step["proof"]["reproduced"], step["proof"]["off"]
 
 
+def test_adapters_are_served_merged_and_gone_on_from(attached: Callable[..., Run], untied_server: RealServer) -> None:
+    """LoRA: the laws hold of merged weights, before and after a resume, and the folder gives a step again."""
+    pytest.importorskip("peft")
+    lora = ("model.lora_rank=4", "loss.kl_coefficient=0.01", "train.record_tokens=true", "train.checkpoint_every=2")
+    run = finish(attached(untied_server, *lora, "train.steps=3"))
+    again = finish(Run(run.folder, "train.steps=5", resume=True))
+    check_laws(again, steps=5, max_staleness=1)
+    assert max(line.get("lag_1/kl", 0.0) for line in again.lines("metrics")) > 1e-4  # they do something
+    assert (run.folder / "checkpoints/step_000005/adapter/adapter_model.safetensors").exists()
+    check_tokens(again)
+    assert replay([str(run.folder)]) == 0  # step 5 from the base and checkpoint 4's adapter
+    (step,) = json.loads((run.folder / "replay.json").read_text())["steps"]
+    assert step["proof"]["reproduced"], step["proof"]["off"]
+
+
 # ---- endings ----
 
 

@@ -66,6 +66,10 @@ MISTAKES = {
     "model.device=tpu": "model.device='tpu': auto, cpu, cuda or cuda:<index>",
     "model.device=cuda:x": "model.device='cuda:x': auto, cpu, cuda or cuda:<index>",
     "model.server_memory=1": "model.server_memory=1: a share of the GPU's memory",
+    "model.lora_rank=-1": "model.lora_rank=-1: must be at least 0",
+    "model.lora_rank=half": "model.lora_rank='half': expected a whole number",
+    "model.lora_alpha=0": "model.lora_alpha=0: must be above 0",
+    "model.lora_targets=[]": "model.lora_targets=[]: names of linear layers",
     "rollout.zero_variance=drop": "rollout.zero_variance='drop': choose one of discard, keep",
     "sync.pause=abort": "sync.pause='abort': choose one of keep, wait",
     "sync.backend=rdma": "sync.backend='rdma': choose one of auto, disk, ipc, nccl",
@@ -149,6 +153,21 @@ def test_nothing_is_changed_in_the_configuration_and_its_references_stay() -> No
     assert preflight.check(cfg, ROOT).train.batch_size == 64
     assert OmegaConf.to_yaml(cfg) == before
     assert "${width}" in before
+
+
+def test_adapters_are_planned_and_refused_where_they_cannot_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: object())
+    cfg = compose("config", overrides=["model.lora_rank=8", "model.lora_targets=[q_proj,v_proj]"])
+    assert preflight.check(cfg, ROOT).lines()[0].endswith("; LoRA of rank 8, alpha 32, on q_proj, v_proj")
+    assert (
+        "LoRA" not in preflight.check(compose("config", overrides=["model.lora_rank=8", "mode=eval"]), ROOT).lines()[0]
+    )
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert message("model.lora_rank=8").startswith("model.lora_rank=8 under torchrun (2 ranks): adapters")
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "peft" else object())
+    assert message("model.lora_rank=8") == "model.lora_rank=8: peft is not installed; pip install 'grpo[lora]'"
 
 
 def test_length_is_punished_in_one_place() -> None:

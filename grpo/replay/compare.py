@@ -20,7 +20,7 @@ from grpo.ledger import Ledger
 from grpo.losses.base import Loss, LossInputs, LossOutput
 from grpo.model import Policy
 from grpo.optimizer import Optimizer, total_norm
-from grpo.step import NonFiniteStep, StepMetrics, TrainStep
+from grpo.step import NonFiniteStep, Reference, StepMetrics, TrainStep
 from grpo.token_record import TokenRecord
 from grpo.types import Completion, Group
 
@@ -53,7 +53,7 @@ def compare(
     *,
     version: int,
     policy: Policy,
-    reference: Policy | None,
+    reference: Reference | None,
     optimizer: Optimizer,
     tokens_per_microbatch: int,
     share_prompts: bool,

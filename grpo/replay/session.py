@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo import checkpoint as checkpoints
 from grpo import objects, preflight, token_record
-from grpo.build import make_optimizer, make_policy
+from grpo.build import make_optimizer, make_policy, make_reference
 from grpo.model import Policy
 from grpo.record import jsonable, write_atomic
 from grpo.replay.command import OWN, Request, loss_keys, name_of
@@ -66,12 +66,11 @@ def run(request: Request) -> dict[str, Any]:
     if device == "cpu" and train.threads:
         torch.set_num_threads(train.threads)
     transformers_logging.disable_progress_bar()
-    policy = make_policy(path, model, device)
+    needs_reference = any(each.loss.needs_reference for each in losses)
+    initial = preflight.resolve_model(facts["model"], ROOT) if needs_reference or model.lora_rank else path
+    policy = make_policy(initial, model, device, checkpoint=path)
     _check_memory(policy, len(losses))
-    reference = None
-    if any(each.loss.needs_reference for each in losses):
-        initial = preflight.resolve_model(facts["model"], ROOT)
-        reference = Policy(initial, dtype=model.dtype, device=device, trainable=False)
+    reference = make_reference(initial, model, device, policy) if needs_reference else None
     optimizer = make_optimizer(policy, model, train)
     if minibatches > 1:
         optimizer.load_state_dict(checkpoints.load(path)["optimizer"])
