@@ -134,7 +134,7 @@ class LoRAPolicy(Policy):
         for key, had, now in (
             ("lora_rank", saved["r"], self._rank),
             ("lora_alpha", saved["lora_alpha"], self._alpha),
-            ("lora_targets", sorted(saved["target_modules"]), sorted(targeted(self.body, self._targets))),
+            ("lora_targets", sorted(saved["target_modules"]), sorted(self.adapter.target_modules)),
         ):
             if had != now:
                 raise ValueError(f"model.{key}={now}: the adapter in {folder} has {had}")
