@@ -1,10 +1,9 @@
 """LoRA: the base weights stay as they are, and two narrow matrices beside each chosen linear layer are trained.
 
-The layer computes W x + (alpha / rank) B A x; B begins as zeros, so a run begins with the model itself. The layers are
-peft's, injected into the model, and everything around them is what it is without: packed forward, compiled and
-checkpointed layers, and an optimizer that is given the adapters alone. Whoever asks for the weights (every sync, its
-proof, checkpoints) gets whole merged ones under the model's own names: added up in float32, rounded to the dtype asked
-for, one tensor at a time, so that no second model is ever in memory.
+The layer computes W x + (alpha / rank) B A x; B begins as zeros, so a run begins with the model itself. The rest is as
+it is without: packed forward, compiled and checkpointed layers, and an optimizer that is given the adapters alone.
+Whoever asks for the weights (every sync, its proof, checkpoints) gets whole merged ones under the model's own names:
+added up in float32, rounded to the dtype asked for, one tensor at a time, so that no second model is ever in memory.
 
 In float32 the merged model is the trained one to rounding. In bfloat16 it is not quite: W + (alpha / rank) B A is
 rounded to 8 bits for the server, the trainer's own sum is not, so tokens of lag 0 have ratios further from 1 than
@@ -24,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -34,11 +31,44 @@ from grpo.batch import MicroBatch
 from grpo.model import Policy
 
 ALL = "all-linear"
-FOLDER, WEIGHTS = "adapter", "adapter_model.safetensors"
-NAME = "default"  # peft's, of the one adapter
+FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"  # the files' names are peft's
 PREFIX = "base_model.model."  # of names in peft's files
 # How far a merged element may be off when it is added up again, relative: on another device a last bit may differ.
 AGAIN = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+# Shapes: I and O features in and out, R rank.
+
+
+class LoRALinear(nn.Linear):
+    """An `nn.Linear` whose own parameters are frozen, with an adapter beside it; made of one by `adapt`."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    scale: float
+    on: bool
+
+    @classmethod
+    def adapt(cls, layer: nn.Linear, rank: int, alpha: float) -> None:
+        """Give `layer` an adapter, in place: A as torch begins a linear layer, B as zeros."""
+        layer.__class__ = cls
+        assert isinstance(layer, cls)
+        place: Any = {"bias": False, "dtype": layer.weight.dtype, "device": layer.weight.device}
+        layer.lora_A = nn.Linear(layer.in_features, rank, **place)
+        layer.lora_B = nn.Linear(rank, layer.out_features, **place)
+        nn.init.zeros_(layer.lora_B.weight)
+        layer.scale, layer.on = alpha / rank, True
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        return output + self.scale * self.lora_B(self.lora_A(input)) if self.on else output
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """W + (alpha / rank) B A [O, I], in float32 (float64 for a model in float64)."""
+        wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        weight_OI, down_RI, up_OR = (w.to(wide) for w in (self.weight, self.lora_A.weight, self.lora_B.weight))
+        return torch.addmm(weight_OI, up_OR, down_RI, alpha=self.scale)
 
 
 class LoRAPolicy(Policy):
@@ -66,17 +96,12 @@ class LoRAPolicy(Policy):
         super().__init__(path, trainable=True, **settings)
 
     def _place(self) -> None:
-        self.adapter = LoraConfig(
-            r=self._rank,
-            lora_alpha=self._alpha,
-            target_modules=sorted(targeted(self.body, self._targets)),
-            lora_dropout=0.0,
-            bias="none",
-            base_model_name_or_path=self._source,
-            task_type="CAUSAL_LM",
-        )
-        inject_adapter_in_model(self.adapter, self.model)
-        self._layers: dict[str, Any] = {n: m for n, m in self.model.named_modules() if isinstance(m, LoraLayer)}
+        self._names = targeted(self.body, self._targets)
+        self.model.requires_grad_(False)
+        for name, layer in list(self.body.named_modules()):
+            if type(layer) is nn.Linear and name.rpartition(".")[2] in self._names:
+                LoRALinear.adapt(layer, self._rank, self._alpha)
+        self._layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, LoRALinear)}
         if self._checkpoint is not None:
             self._load(self._checkpoint / FOLDER)
         super()._place()
@@ -88,14 +113,11 @@ class LoRAPolicy(Policy):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 continue
-            layer, inner, rest = name.partition(".base_layer.")
+            layer = self._layers.get(name.removesuffix(".weight"))
             if dtype is None:
-                weight = parameter.detach()
-            elif inner and rest == "weight":
-                weight = _merged(self._layers[layer]).to(dtype)
+                yield name, parameter.detach()
             else:
-                weight = parameter.detach().to(dtype)
-            yield (f"{layer}.{rest}" if inner else name), weight
+                yield name, (parameter.detach() if layer is None else layer.merged()).to(dtype)
 
     def save(self, path: str | Path) -> None:
         """The merged model as `Policy.save` does, and the adapter in a folder of its own within."""
@@ -103,9 +125,20 @@ class LoRAPolicy(Policy):
         # Not beside the model: where peft is installed, transformers takes such a folder for an adapter.
         folder = Path(path) / FOLDER
         folder.mkdir()
-        self.adapter.save_pretrained(folder)
-        state = get_peft_model_state_dict(self.model, adapter_name=NAME)
-        tensors = {f"{PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self._source,
+            "r": self._rank,
+            "lora_alpha": self._alpha,
+            "target_modules": sorted(self._names),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in self._adapters().items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     def base(self) -> "Base":
@@ -115,14 +148,16 @@ class LoRAPolicy(Policy):
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Meanwhile the layers compute W x alone."""
-        # peft's enable_adapters(False) would also freeze them.
         for layer in self._layers.values():
-            layer._disable_adapters = True
+            layer.on = False
         try:
             yield
         finally:
             for layer in self._layers.values():
-                layer._disable_adapters = False
+                layer.on = True
+
+    def _adapters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _load(self, folder: Path) -> None:
         if not (folder / WEIGHTS).is_file():
@@ -130,18 +165,18 @@ class LoRAPolicy(Policy):
                 f"model.lora_rank={self._rank}: {folder.parent} holds no adapter, it was trained without LoRA; set "
                 "model.lora_rank=0"
             )
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         for key, had, now in (
             ("lora_rank", saved["r"], self._rank),
             ("lora_alpha", saved["lora_alpha"], self._alpha),
-            ("lora_targets", sorted(saved["target_modules"]), sorted(self.adapter.target_modules)),
+            ("lora_targets", sorted(saved["target_modules"]), sorted(self._names)),
         ):
             if had != now:
                 raise ValueError(f"model.{key}={now}: the adapter in {folder} has {had}")
-        state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
-        found = set_peft_model_state_dict(self.model, state, adapter_name=NAME)
-        assert not found.unexpected_keys, found.unexpected_keys
-        assert len(state) == len(self.parameters()), "adapters that the file does not hold"
+        ours, saved_weights = self._adapters(), load_file(folder / WEIGHTS)
+        assert {f"{PREFIX}{name}" for name in ours} == saved_weights.keys(), "adapters of other layers"
+        for name, tensor in ours.items():
+            tensor.copy_(saved_weights[f"{PREFIX}{name}"])
 
     def _check_base(self, checkpoint: Path) -> None:
         """Raises ValueError when base and adapter do not add up to the checkpoint's model."""
@@ -170,7 +205,7 @@ class Base:
 
 def targeted(body: nn.Module, targets: str | list[str]) -> set[str]:
     """The last names of the linear layers that `targets` means. ValueError for one that there is not."""
-    names = {name.rpartition(".")[2] for name, m in body.named_modules() if isinstance(m, nn.Linear)}
+    names = {name.rpartition(".")[2] for name, m in body.named_modules() if type(m) is nn.Linear}
     if targets == ALL:
         return names
     asked = [targets] if isinstance(targets, str) else targets
@@ -181,15 +216,6 @@ def targeted(body: nn.Module, targets: str | list[str]) -> set[str]:
                 f"get no adapter); there are {', '.join(sorted(names))}, or {ALL} for all of them"
             )
     return set(asked)
-
-
-def _merged(layer: Any) -> Tensor:
-    """W + (alpha / rank) B A, in float32 (float64 for a model in float64)."""
-    weight_OI, down_RI, up_OR = (
-        w.detach() for w in (layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
-    )
-    wide = torch.float64 if weight_OI.dtype == torch.float64 else torch.float32
-    return torch.addmm(weight_OI.to(wide), up_OR.to(wide), down_RI.to(wide), alpha=layer.scaling[NAME])
 
 
 def _nearly(ours: Tensor, theirs: Tensor) -> bool:

@@ -237,11 +237,7 @@ def check_batch(train: Train, model: Model, rollout: Rollout) -> None:
 
 def check_lora(model: Model, here: distributed.Place | None) -> None:
     """Whether this run can train adapters; their targets are looked for in the model itself, when it is loaded."""
-    if not model.lora_rank:
-        return
-    if find_spec("peft") is None:
-        raise ValueError(f"model.lora_rank={model.lora_rank}: peft is not installed; pip install 'grpo[lora]'")
-    if here:
+    if model.lora_rank and here:
         raise ValueError(
             f"model.lora_rank={model.lora_rank} under torchrun ({here.ranks} ranks): adapters are trained by one "
             "process; run it without torchrun, or set model.lora_rank=0"

@@ -246,7 +246,6 @@ def test_two_ranks_keep_the_laws(attached: Callable[..., Run], tied_server: Real
 
 def test_adapters_are_served_merged_and_gone_on_from(attached: Callable[..., Run], untied_server: RealServer) -> None:
     """LoRA: the laws hold of merged weights, before and after a resume, and the folder gives a step again."""
-    pytest.importorskip("peft")
     lora = ("model.lora_rank=4", "loss.kl_coefficient=0.01", "train.record_tokens=true", "train.checkpoint_every=2")
     run = finish(attached(untied_server, *lora, "train.steps=3"))
     again = finish(Run(run.folder, "train.steps=5", resume=True))

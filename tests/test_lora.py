@@ -1,5 +1,6 @@
 """LoRA: adapters alone are trained, whole merged weights are served and saved, and a run goes on from both."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,6 @@ from test_model import batches, gradients, loss_of, plain
 from tiny import save_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("peft")
-
-from peft import PeftModel
 
 from grpo.checkpoint import Checkpoints, Progress, load
 from grpo.lora import LoRAPolicy
@@ -40,13 +37,13 @@ def made(folder: Path, *, moved: bool = True, rank: int = 3, **settings: Any) ->
 
 
 def merged_by_hand(folder: Path, policy: LoRAPolicy) -> Any:
-    """transformers' model with W + (alpha / rank) B A, float64, from peft's names alone."""
+    """transformers' model with W + (alpha / rank) B A, float64, from the names alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     found = dict(policy.model.named_parameters())
     for name, parameter in model.named_parameters():
         stem = name.removesuffix(".weight")
-        if f"{stem}.lora_A.default.weight" in found:
-            down, up = (found[f"{stem}.lora_{x}.default.weight"].detach().double() for x in "AB")
+        if f"{stem}.lora_A.weight" in found:
+            down, up = (found[f"{stem}.lora_{x}.weight"].detach().double() for x in "AB")
             parameter.data += 6.0 / down.shape[0] * up @ down
     return model
 
@@ -98,8 +95,8 @@ def test_logprobs_and_gradients_are_those_of_the_merged_model(folder: Path, chec
     ours, weights = gradients(policy), dict(policy.model.named_parameters())
     assert len(ours) == 2 * len(MATRICES) * 2  # two layers
     for name, gradient in ours.items():
-        stem, _, kind = name.removesuffix(".default.weight").rpartition(".lora_")
-        down, up = (weights[f"{stem}.lora_{x}.default.weight"].detach() for x in "AB")
+        stem, _, kind = name.removesuffix(".weight").rpartition(".lora_")
+        down, up = (weights[f"{stem}.lora_{x}.weight"].detach() for x in "AB")
         grad = whole[f"{stem}.weight"]
         theirs = 2.0 * (up.T @ grad if kind == "A" else grad @ down.T)
         assert (gradient - theirs).abs().max() < 1e-6 * theirs.abs().max(), name
@@ -107,7 +104,8 @@ def test_logprobs_and_gradients_are_those_of_the_merged_model(folder: Path, chec
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # these two are torch.compile's own
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_sums_of_bfloat16_adapters_are_float32_compiled_or_not(folder: Path) -> None:
+def test_sums_of_bfloat16_adapters_are_float32_compiled_or_not(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, tied=True, max_length=64)  # once: compiling takes 15 s
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
@@ -204,22 +202,51 @@ def test_no_second_model_is_in_memory(folder: Path) -> None:
 # ---- what is saved ----
 
 
-def test_a_checkpoint_loads_in_transformers_and_in_peft(folder: Path, tmp_path: Path) -> None:
+def logprobs_of(model: Any, policy: Policy) -> None:
+    """transformers' `model` gives the logprobs of `policy`."""
+    (mb,) = batches(policy, 500)
+    ours_N, expected = policy.logprobs(mb, 0.7)[0], plain(model.eval(), 0.7)
+    for place, row in enumerate(mb.rows):
+        torch.testing.assert_close(ours_N[mb.sequence_N == place], expected[row][0], rtol=0, atol=2e-4)
+
+
+def test_a_checkpoint_is_the_merged_model(folder: Path, tmp_path: Path) -> None:
     policy = made(folder)
     policy.save(tmp_path)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    (mb,) = batches(policy, 500)
-    ours_N = policy.logprobs(mb, 0.7)[0]
-    for model in (merged, adapted):
-        expected = plain(model, 0.7)
-        for place, row in enumerate(mb.rows):
-            torch.testing.assert_close(ours_N[mb.sequence_N == place], expected[row][0], rtol=0, atol=2e-4)
+    logprobs_of(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa"), policy)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(dict_of(folder))
     saved = Policy(tmp_path)
     assert all(torch.equal(w, v) for (_, w), (_, v) in same_names(policy, saved))  # what is served is what is saved
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_peft_loads_the_adapter(folder: Path, tmp_path: Path, targets: Any) -> None:
+    peft = pytest.importorskip("peft")
+    policy = made(folder, targets=targets)
+    policy.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    logprobs_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), policy)
+
+
+def test_the_adapter_has_the_names_of_peft(folder: Path, tmp_path: Path) -> None:
+    """As peft 0.21 writes them; `test_peft_loads_the_adapter` asks peft itself, where it is installed."""
+    policy = made(folder, targets=["q_proj", "down_proj"])
+    policy.save(tmp_path)
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    expected = {"peft_type": "LORA", "r": 3, "lora_alpha": 6.0, "target_modules": ["down_proj", "q_proj"]}
+    assert expected.items() <= settings.items()
+    assert settings["base_model_name_or_path"] == str(folder)
+    with safe_open(tmp_path / "adapter/adapter_model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    weights = dict(policy.model.named_parameters())
+    for layer in range(2):
+        for module in ("self_attn.q_proj", "mlp.down_proj"):
+            stem = f"model.layers.{layer}.{module}"
+            out, into = weights[f"{stem}.weight"].shape
+            assert shapes.pop(f"base_model.model.{stem}.lora_A.weight") == (3, into)
+            assert shapes.pop(f"base_model.model.{stem}.lora_B.weight") == (out, 3)
+    assert not shapes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
