@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from grpo.batch import MicroBatch
 from grpo.model import Policy
+from grpo.sync.disk import write_safetensors
 
 ALL = "all-linear"
 FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"  # the files' names are peft's
@@ -138,8 +139,9 @@ class LoRAPolicy(Policy):
             "inference_mode": True,
         }
         (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in self._adapters().items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        tensors = {f"{PREFIX}{name}": tensor for name, tensor in self._adapters().items()}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        write_safetensors(folder / WEIGHTS, shapes, str(self.dtype).removeprefix("torch."), tensors.items())
 
     def base(self) -> "Base":
         """The model without its adapters."""
