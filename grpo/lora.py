@@ -9,7 +9,7 @@ In float32 the merged model is the trained one to rounding. In bfloat16 it is no
 rounded to 8 bits for the server, the trainer's own sum is not, so tokens of lag 0 have ratios further from 1 than
 without LoRA (`lag_0/kl` shows how far).
 
-Checkpoints hold the merged model, and in `adapter/` the adapter as peft and vLLM load it. To go on, base and adapter
+Checkpoints hold the merged model, and in `adapter/` the adapter as peft loads it. To go on, base and adapter
 are loaded apart (a merged file cannot be taken apart again), and their sum must be the merged file.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021 (arXiv:2106.09685). Left out: adapters on embedding
