@@ -105,15 +105,15 @@ def test_logprobs_and_gradients_are_those_of_the_merged_model(folder: Path, chec
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # these two are torch.compile's own
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_sums_of_bfloat16_adapters_are_float32_compiled_or_not(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path, tied=True, max_length=64)  # once: compiling takes 15 s
+    folder = save_tiny_model(tmp_path, tied=True, max_length=64)  # once, and one layer: compiling is slow
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
-        policy = made(folder, dtype="bfloat16", checkpointing="full" if compiled else "none")
+        checkpointing = "full" if compiled else "none"
+        policy = made(folder, dtype="bfloat16", checkpointing=checkpointing, targets=["q_proj", "down_proj"])
         Optimizer(policy.parameters(), lr=0.0)
         if compiled:
-            for layer in policy.body.layers:
-                layer.compile(backend="aot_eager", dynamic=True)
+            policy.body.layers[0].compile(backend="aot_eager", dynamic=True)
         for mb in batches(policy, 30):
             policy.backward(mb, 1.0, loss_of(mb))
         assert all(p.grad is None for p in policy.model.parameters())
