@@ -155,7 +155,7 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
         weights = sorted(checkpoint.glob("*.safetensors"))
         if not weights:
             raise FileNotFoundError(file)
-        for file in weights:
+        for file in (*weights, *sorted(checkpoint.glob("adapter/*.safetensors"))):
             with safe_open(file, "pt"):  # compares the header with the file's length
                 pass
     except Exception as error:  # zip's, pickle's, torch's, safetensors' and the file system's

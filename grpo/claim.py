@@ -46,6 +46,8 @@ FIXED = (
     "model.lora_alpha",
     "model.lora_targets",
 )
+# Those that older runs lack, and what they computed.
+YOUNGER = {"model.lora_rank": 0, "model.lora_alpha": 32.0, "model.lora_targets": "all-linear"}
 
 
 @contextlib.contextmanager
@@ -176,8 +178,10 @@ def _changes(folder: Path, cfg: DictConfig) -> list[str]:
             "variable GRPO_API_KEY"
         )
     for key in (*FIXED, *(() if cfg.get("resume_force") else COUNTED)):
-        if key in changed and changed[key][0] is not None:  # else the run is older than the key
-            before, now = changed[key]
+        before, now = changed.get(key, (None, None))
+        if before is None and key in YOUNGER:
+            before = YOUNGER[key]
+        if key in changed and before != now:
             forced = "resume_force=true goes on all the same, or " if key in COUNTED else ""
             raise ValueError(
                 f"{key}={now}: the run in {folder} has {key}={before}, and cannot go on with another as the same run; "

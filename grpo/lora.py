@@ -175,22 +175,27 @@ class LoRAPolicy(Policy):
         ):
             if had != now:
                 raise ValueError(f"model.{key}={now}: the adapter in {folder} has {had}")
-        ours, saved_weights = self._adapters(), load_file(folder / WEIGHTS)
-        assert {f"{PREFIX}{name}" for name in ours} == saved_weights.keys(), "adapters of other layers"
-        for name, tensor in ours.items():
-            tensor.copy_(saved_weights[f"{PREFIX}{name}"])
+        saved_weights = load_file(folder / WEIGHTS)
+        ours = {f"{PREFIX}{name}": tensor for name, tensor in self._adapters().items()}
+        for name in sorted(ours.keys() | saved_weights.keys()):
+            if name not in ours or name not in saved_weights or ours[name].shape != saved_weights[name].shape:
+                raise self._another_base(folder.parent, name)
+            ours[name].copy_(saved_weights[name])
 
     def _check_base(self, checkpoint: Path) -> None:
         """Raises ValueError when base and adapter do not add up to the checkpoint's model."""
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
+            there = set(file.keys())
             for name, weight in self.named_weights(self.dtype):
-                ours, theirs = weight.cpu(), file.get_tensor(name)
-                merged = name.removesuffix(".weight") in self._layers
-                if not (_nearly(ours, theirs) if merged else torch.equal(ours, theirs)):
-                    raise ValueError(
-                        f"model.path={self._source}: not the model whose adapter {checkpoint} holds ({name} is "
-                        "another); give the one that the run began with"
-                    )
+                same = _nearly if name.removesuffix(".weight") in self._layers else torch.equal
+                if name not in there or not same(weight.cpu(), file.get_tensor(name)):
+                    raise self._another_base(checkpoint, name)
+
+    def _another_base(self, checkpoint: Path, name: str) -> ValueError:
+        return ValueError(
+            f"model.path={self._source}: not the model whose adapter {checkpoint} holds ({name} is another); give the "
+            "one that the run began with"
+        )
 
 
 class Base:
@@ -199,10 +204,10 @@ class Base:
     def __init__(self, policy: LoRAPolicy) -> None:
         self.policy = policy
 
-    def logprobs(self, mb: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(self, mb: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """As `Policy.logprobs`."""
         with self.policy.without_adapters():
-            return self.policy.logprobs(mb, temperature, entropy_grad)
+            return self.policy.logprobs(mb, temperature)
 
 
 def targeted(body: nn.Module, targets: str | list[str]) -> set[str]:

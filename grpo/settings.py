@@ -100,7 +100,9 @@ class Model(Checked):
         if not self.lora_alpha > 0:
             raise ValueError(f"model.lora_alpha={self.lora_alpha}: must be above 0")
         if not self.lora_targets:
-            raise ValueError("model.lora_targets=[]: names of linear layers ([q_proj, v_proj]), or all-linear")
+            raise ValueError(
+                f"model.lora_targets={self.lora_targets!r}: names of linear layers ([q_proj, v_proj]), or all-linear"
+            )
         self.one_of("dtype", ("float32", "bfloat16"))
         self.one_of("optimizer", ("adamw", "adamw_bf16"))
         self.one_of("schedule", ("constant", "cosine"))

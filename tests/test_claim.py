@@ -1,6 +1,7 @@
 """A run folder holds one run, held by one process, and what may not be continued is not touched."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,19 @@ def test_a_run_older_than_a_key_goes_on(tmp_path: Path) -> None:
     with claim(folder, *config(), folder / "checkpoints" / "step_000001", again=False):
         pass
     assert "lora_rank: 0" in file.read_text()
+
+
+@pytest.mark.parametrize("override", ["model.lora_rank=4", "model.lora_targets=[q_proj]"])
+def test_a_run_older_than_lora_went_without(tmp_path: Path, override: str) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(1,))
+    file = folder / ".hydra" / "config.yaml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if "lora_" not in line))
+    with (
+        pytest.raises(ValueError, match=f"{re.escape(override.split('=')[0])}=.* cannot go on with another"),
+        claim(folder, *config(override), folder / "checkpoints" / "step_000001", again=False),
+    ):
+        pytest.fail("it was claimed")
+    assert "lora_" not in file.read_text()
 
 
 def test_other_settings_may_change_and_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

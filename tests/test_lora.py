@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from test_model import batches, gradients, loss_of, plain
+from test_shared_prompts import computed
 from tiny import save_tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.checkpoint import Checkpoints, Progress, load
+from grpo.checkpoint import Checkpoints, Damaged, Progress, inspect, load
 from grpo.lora import LoRAPolicy
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
@@ -122,6 +123,17 @@ def test_sums_of_bfloat16_adapters_are_float32_compiled_or_not(tmp_path: Path) -
         assert gradient.dtype == torch.float32
         assert gradient.norm() > 0, name
         assert (gradient - results[1][name]).norm() <= 0.05 * gradient.norm(), name
+
+
+def test_a_prompt_that_is_shared_is_seen_with_its_adapters(folder: Path) -> None:
+    policy = made(folder, dtype="float64")
+    policy.check_shared_prompts()
+    (alone, expected), (shared, gradients) = (computed(policy, 500, share, None) for share in (False, True))
+    for row, values in shared.items():
+        torch.testing.assert_close(values, alone[row], rtol=0, atol=1e-10)
+    assert gradients.keys() == expected.keys() == {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).abs().max() < 1e-6 * expected[name].abs().max(), name
 
 
 def test_steps_move_the_adapters_alone(folder: Path) -> None:
@@ -262,6 +274,27 @@ def test_a_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> 
         trained(policy, 2, own)
     for (name, p), (_, q) in zip(unbroken.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def test_a_checkpoint_with_half_an_adapter_is_damaged(folder: Path, tmp_path: Path) -> None:
+    policy = made(folder)
+    Checkpoints(tmp_path, keep=0, config={}).save(policy, trained(policy), Progress(1, 1, 1, 1, {}))
+    inspect(tmp_path / "step_000001")
+    file = tmp_path / "step_000001" / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(Damaged, match=r"adapter_model\.safetensors cannot be read"):
+        inspect(tmp_path / "step_000001")
+
+
+@pytest.mark.parametrize(
+    "shape", [{"num_hidden_layers": 1, "layer_types": ["full_attention"]}, {"intermediate_size": 96}]
+)
+def test_a_base_of_another_shape_is_refused(folder: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
+    made(folder).save(tmp_path / "checkpoint")
+    config = AutoConfig.from_pretrained(folder, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"^model\.path=.*other: not the model whose adapter .*checkpoint holds"):
+        LoRAPolicy(tmp_path / "other", rank=3, alpha=6.0, targets="all-linear", checkpoint=tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("change", ["scale", "norm"])
