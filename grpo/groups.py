@@ -65,14 +65,21 @@ class GroupRules:
     def _count(self, kind: str) -> None:
         self.in_a_row[kind] += 1
         if self.in_a_row.total() >= self.limit:
-            kind, _ = self.in_a_row.most_common(1)[0]
+            kinds = [name for name, _ in self.in_a_row.most_common()]
+            hints = [HINTS.get(name, "rollouts.jsonl and the run's log say why they were left out.") for name in kinds]
+            if len(kinds) > 1:  # what holds of some is not said of all
+                hints = [
+                    f"{self.in_a_row[name]} {name}: {PARTLY_RIGHT if name == 'all_right' else hint}"
+                    for name, hint in zip(kinds, hints, strict=True)
+                ]
             raise NothingToLearn(
                 f"{self.in_a_row.total()} groups in a row had equal rewards or were left out ({dict(self.in_a_row)}): "
-                f"there is nothing to learn from. {HINTS.get(kind, 'The log says why they were left out.')}",
-                kind,
+                f"there is nothing to learn from. {' '.join(hints)}",
+                kinds[0],
             )
 
 
+PARTLY_RIGHT = "as far as they tell, the task is solved; what the others hold was not learned."
 HINTS = {
     "all_right": "Every completion is right: the task is solved.",
     "all_wrong": "No completion is right: look at rollouts.jsonl, whether the reward can read the completions "

@@ -143,7 +143,10 @@ class Recorder:
         self._mirrored("metrics", line)
 
     def rollouts(self, step: int, groups: Sequence[Group], version: int) -> None:
-        """One line per completion of the groups that this step consumed, trained or not; their tokens, if asked for."""
+        """One line per completion of the groups that this step consumed, trained or not; their tokens, if asked for.
+
+        A dropped completion has what came of it, and null for what did not: versions, lag, finish_reason, reward.
+        """
         lines = [
             {
                 "step": step,
@@ -155,17 +158,17 @@ class Recorder:
                 "reward": c.reward,
                 "rewards": c.rewards,
                 "advantage": c.advantage,
-                "version_first": c.version_first,
-                "version_last": c.version_last,
-                "lag": version - c.version_first,
-                "tokens": c.tokens,
-                "finish_reason": c.finish_reason,
+                "version_first": c.version_first if c.versions else None,
+                "version_last": c.version_last if c.versions else None,
+                "lag": version - c.version_first if c.versions else None,
+                "tokens": c.tokens + c.unusable,
+                "finish_reason": c.finish_reason or None,
                 "outcome": c.outcome,
                 **turns(c),
                 **log_ratio(c),
             }
             for group in groups
-            for c in group.completions
+            for c in sorted([*group.completions, *group.dropped], key=lambda c: c.index)
         ]
         self._append("rollouts.jsonl", lines)
         if self.tokens is not None:

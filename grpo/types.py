@@ -47,11 +47,12 @@ class Completion:
     has neither, so that nothing can train or count it by mistake. `logprobs` are natural logarithms under the
     distribution that was sampled (temperature applied). `versions[i]` is the number of the weight sync whose weights
     sampled token i. `finish_reason` is "stop", "length" (the answer or the whole was cut) or "turns" (there were too
-    many).
+    many); "" for one that was dropped before its end.
 
     `turns` is empty without an environment: then every token was sampled. `text` is the policy's last answer, which is
     what rewards read. `earned` is the sum of what the environment gave; None is "not scored". `policy_logprobs` are the
     trainer's for the sampled tokens, before the batch's first update; only where they are recorded (`TrainStep`).
+    `unusable` counts the tokens of an answer that could not be used: booked, and nowhere else.
     """
 
     group: int
@@ -68,6 +69,7 @@ class Completion:
     turns: list[Turn] = field(default_factory=list)
     earned: float | None = None
     policy_logprobs: list[float] = field(default_factory=list)
+    unusable: int = 0
 
     @property
     def tokens(self) -> int:
@@ -106,12 +108,15 @@ class Group:
     """The completions of one prompt. `index` is its place in the stream; groups are consumed in this order.
 
     `discarded` is None for a group that is trained, else why it left the stream ("zero_variance:all_right", ...).
+    `dropped` are those of its completions that never came to an end that can be used (refused, unusable answer, lost
+    episode): they have their outcome, are booked already, and are only recorded.
     """
 
     index: int
     prompt: Prompt
     completions: list[Completion]
     discarded: str | None = None
+    dropped: list[Completion] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)

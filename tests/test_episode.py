@@ -213,7 +213,13 @@ def test_a_later_turn_that_fails_books_the_earlier_ones(server: FakeServer, faul
     server.add_fault(Fault("generate", edit=stopping))
     with playing(server, World()) as loader:
         groups = loader.next_groups(2, timeout=20)
-        assert loader.ledger.accounts()[account] > 0
+        booked = loader.ledger.accounts()[account]
+        assert booked > 0
+        (dropped,) = (c for g in groups for c in g.dropped)
+        assert (dropped.outcome, dropped.finish_reason, dropped.reward) == (account, "", None)
+        assert dropped.tokens + dropped.unusable == booked, "what was booked has its line"
+        assert [turn.by_policy for turn in dropped.turns] == [True, False], "the earlier turn is there to be read"
+        assert dropped.tokens == len(dropped.versions) > 0
         settle(loader, groups)
         held, totals = loader.balance()
         assert held == totals["in_flight"] == 0

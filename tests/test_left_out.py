@@ -9,7 +9,7 @@ import pytest
 from fake_faults import Call, Fault, missing
 from fake_server import FakeServer
 from loop import Scorer, loop, prompt_ids
-from test_loader import PATIENCE, running
+from test_loader import GROUP, PATIENCE, running
 
 from grpo.groups import GroupRules, NothingToLearn, group_metrics
 from grpo.losses import PPOClip
@@ -28,8 +28,8 @@ def rollout(call: Call) -> bool:
     return not str(call.body["request_id"]).startswith("sample-")
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def test_a_server_that_refuses_every_prompt_ends_the_run_with_its_reason(
@@ -54,7 +54,11 @@ def test_an_environment_that_never_begins_ends_the_run(server: FakeServer) -> No
     with running(server, environments=Lost(), judge=judge) as loader:
         with pytest.raises(NothingToLearn, match=r"'too_long': 6"):  # noqa: PT012
             for _ in range(20):
-                assert all(group.discarded == "too_long" for group in loader.next_groups(2, timeout=PATIENCE))
+                for group in loader.next_groups(2, timeout=PATIENCE):
+                    assert group.discarded == "too_long"
+                    assert [(c.index, c.outcome) for c in group.dropped] == [
+                        (i, "discarded:too_long") for i in range(GROUP)
+                    ]
         assert not server.requests()
 
 
@@ -88,6 +92,46 @@ def test_what_is_left_out_is_counted_and_has_no_variance_to_speak_of(tiny_dir: P
     (line,) = lines(tmp_path)
     assert (line["groups/consumed"], line["groups/trained"], line["groups/left_out"]) == (4, 2, 2)
     assert line["groups/zero_variance"] == 0
+    rollouts = lines(tmp_path, "rollouts")
+    assert [(row["group"], row["index"]) for row in rollouts] == [(g, i) for g in range(4) for i in range(4)]
+    nothing = {"completion": "", "reward": None, "rewards": {}, "advantage": None, "finish_reason": None, "lag": None}
+    for group, outcome in ((0, "discarded:refused"), (2, "discarded:invalid:logprobs:missing")):
+        for row in (row for row in rollouts if row["group"] == group):
+            assert {**row, **nothing, "version_first": None, "version_last": None, "outcome": outcome} == row
+            assert (row["tokens"] > 0) == (group == 2), "tokens of an unusable answer are generated all the same"
+    assert sum(row["tokens"] for row in rollouts if row["outcome"] == "trained") == line["tokens/trained"]
+    assert sum(row["tokens"] for row in rollouts if row["outcome"] != "trained") == line["tokens/discarded"]
+
+
+def test_a_part_of_a_group_that_is_unusable_has_its_lines_beside_the_others(tiny_dir: Path, tmp_path: Path) -> None:
+    rewards = itertools.count()
+    unequal = Scorer(lambda _: float(next(rewards)))
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=1, scorer=unequal) as trainer:
+        server.add_fault(
+            Fault("generate", edit=missing("logprobs"), when=lambda call: call.body["request_id"] in ("0-0-1", "0-1-2"))
+        )
+        trainer.run()
+    outcomes = [(row["group"], row["index"], row["outcome"]) for row in lines(tmp_path, "rollouts")]
+    unusable = {(0, 1), (1, 2)}
+    assert outcomes == [
+        (g, i, "discarded:invalid:logprobs:missing" if (g, i) in unusable else "trained")
+        for g in range(2)
+        for i in range(4)
+    ]
+
+
+def test_a_row_of_several_kinds_says_so_of_each(tiny_dir: Path, tmp_path: Path) -> None:
+    """Most groups all right, some refused: the run ends well, and does not claim that all is solved."""
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, limit=6, scorer=Scorer(lambda _: 1.0)) as trainer,
+    ):
+        third = [prompt_ids(index) for index in range(0, 12, 3)]
+        server.add_fault(Fault("generate", status=400, when=lambda c: rollout(c) and c.body["token_ids"] in third))
+        reason = trainer.run()
+    assert "Every completion is right" not in reason
+    assert "4 all_right: as far as they tell" in reason
+    assert "2 refused: The server refuses the requests" in reason
 
 
 def test_a_group_that_is_left_out_with_equal_rewards_is_counted_once() -> None:

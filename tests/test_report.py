@@ -226,7 +226,9 @@ def test_strangeness_tells_loops_and_unscored_from_prose() -> None:
     assert strangeness({"completion": "First add the digits, then take the last one. " * 3, "reward": 1.0}) == (0.0, "")
     assert strangeness({"completion": "na " * 300, "reward": 0.0})[1].startswith("repeats itself")
     assert strangeness({"completion": "x", "reward": None})[1] == "not scored"
-    assert strangeness({"completion": "", "reward": 0.0})[1] == "empty"
+    assert strangeness({"completion": "", "reward": 0.0, "finish_reason": "stop"})[1] == "empty"
+    dropped = {"completion": "", "reward": None, "tokens": 0, "finish_reason": None}
+    assert strangeness(dropped) < strangeness({"completion": "", "reward": 0.0}), "others go first"
     assert strangeness({"completion": "x", "log_ratio": -6.0})[1] == "log-ratio -6.0 at one token"
 
 

@@ -95,7 +95,8 @@ def test_the_completions_of_a_run_are_judged(tmp_path: Path) -> None:
         [
             {"row": row, "prompt": "q", "completion": text, "step": 3, "finish_reason": "stop"}
             for row, text in completions
-        ],
+        ]
+        + [{"row": "train/0", "prompt": "q", "completion": "", "step": 3, "finish_reason": None}],  # dropped
     )
     report = run(
         ["data=jsonl", path, "data.reward=[{kind: math_verify, timeout: 1}]"],

@@ -136,6 +136,8 @@ def strangeness(row: Row) -> tuple[float, str]:
     """How far a completion is from ordinary text (0: ordinary), and in what way. A guide for the eye, no metric."""
     completion = text(row.get("completion"))[:4000]
     found = [(0.0, "")]
+    if completion == "" and "finish_reason" in row and row["finish_reason"] is None:
+        return 0.5, "no answer that can be used"  # a prompt that is too long, say: others are worth more of the page
     if row.get("completion") == "" or row.get("tokens") == 0:
         found.append((1.0, "empty"))
     if "reward" in row and number(row["reward"]) is None:

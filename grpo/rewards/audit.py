@@ -153,6 +153,8 @@ def cases_from_rollouts(data: Data, reward: Reward, files: Iterable[Path], rows:
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines()[-rows:]:
             record = json.loads(line)
+            if record.get("finish_reason", "stop") is None:
+                continue  # dropped: no reward was asked
             name, _, number = str(record.get("row", "")).rpartition("/")
             if name not in tables or not number.isdigit() or int(number) >= len(tables[name][1].rows):
                 continue

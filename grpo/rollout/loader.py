@@ -28,7 +28,7 @@ from grpo.rollout.aside import Aside
 from grpo.rollout.client import Client, Sampled
 from grpo.rollout.episode import Environments, EpisodeLost, Session, begin, extend, play, seeded
 from grpo.rollout.errors import InvalidAnswer, RequestRefused
-from grpo.types import Completion, Group, Prompt, PromptSource, Sampling
+from grpo.types import IN_FLIGHT, Completion, Group, Prompt, PromptSource, Sampling
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ WATCH_EVERY = 0.5  # seconds between looks at the servers' processes
 TICK = 0.05  # seconds of the sleeps that tell whether the event loop keeps up
 LOOK_EVERY = 0.5  # seconds between a waiting trainer's looks for a signal
 REFUSALS_SHOWN = 3  # refused requests that are logged; a data set may hold many prompts that are too long
+REFUSED = "discarded:refused"  # outcome of a completion
 INVALID_IN_A_ROW = 8  # unusable answers in a row that stop the run: the server is set up wrongly
 
 
@@ -329,11 +330,14 @@ class Loader:
             with self._lock:
                 for _ in range(self.group_size):
                     self.admission.close_request()
-            group = Group(index, prompt, [], lost.reason)
+            why = f"discarded:{lost.reason}"
+            never = [Completion(index, i, [], [], [], "", outcome=why) for i in range(self.group_size)]
+            group = Group(index, prompt, [], lost.reason, never)
         else:
             results = await asyncio.gather(*(self._completion(index, prompt, i, s) for i, s in enumerate(sessions)))
-            group = Group(index, prompt, [c for c in results if isinstance(c, Completion)])
-            if any(isinstance(result, RequestRefused) for result in results):
+            dropped = [c for c in results if c.outcome != IN_FLIGHT]
+            group = Group(index, prompt, [c for c in results if c.outcome == IN_FLIGHT], dropped=dropped)
+            if any(c.outcome == REFUSED for c in dropped):
                 group.discarded = "refused"
             elif not group.completions:
                 group.discarded = "invalid"
@@ -352,10 +356,8 @@ class Loader:
             self._ready.notify_all()
         self._wake.set()
 
-    async def _completion(
-        self, group: int, prompt: Prompt, index: int, session: Session | None
-    ) -> Completion | RequestRefused | None:
-        """One completion of a group; None when an answer could not be used, the error when one was refused."""
+    async def _completion(self, group: int, prompt: Prompt, index: int, session: Session | None) -> Completion:
+        """One completion of a group; with its outcome where it was dropped."""
 
         async def ask(ids: list[int], sampling: Sampling, turn: int) -> Sampled:
             request_id = f"{self.seed}-{group}-{index}" + (f"-{turn}" if turn else "")
@@ -381,18 +383,18 @@ class Loader:
         try:
             await play(completion, prompt, self.sampling, session, ask=ask, decode=self.decode, arrived=arrived)
         except RequestRefused as refused:
-            self._drop(completion, "discarded:refused")
+            self._drop(completion, REFUSED)
             self._refused += 1
             if self._refused <= REFUSALS_SHOWN:
                 log.warning("row %s is left out: %s", prompt.row, refused)
-            return refused
+            return completion
         except InvalidAnswer as invalid:
-            self._drop(completion, f"discarded:invalid:{invalid.reason}")
+            self._drop(completion, f"discarded:invalid:{invalid.reason}", invalid.tokens)
             self._count_invalid(invalid)
-            return None
+            return completion
         except EpisodeLost as lost:
             self._drop(completion, f"discarded:{lost.reason}")
-            return None
+            return completion
         finally:
             if session is not None:
                 await session.close()
@@ -402,8 +404,12 @@ class Loader:
         await self.scorer.score(prompt, completion)
         return completion
 
-    def _drop(self, completion: Completion, account: str) -> None:
-        """A completion that cannot go on: what it has so far leaves the books here, as nobody else will see it."""
+    def _drop(self, completion: Completion, account: str, unusable: int = 0) -> None:
+        """A completion that cannot go on: what it has so far leaves the books here, as no step will consume it.
+
+        unusable: tokens of its last answer, which are booked apart.
+        """
+        completion.outcome, completion.unusable, completion.finish_reason = account, unusable, ""
         with self._lock:
             self._open[completion.group] = [c for c in self._open[completion.group] if c is not completion]
             if completion.tokens:

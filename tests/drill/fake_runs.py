@@ -110,7 +110,7 @@ def run(number: int, seed: int, model: Path, folder: Path, unbroken: Unbroken) -
 
 
 def check_ledger(metrics: list[dict[str, Any]], rollouts: list[dict[str, Any]]) -> None:
-    """Law 6. (An answer that could not be used is discarded without a line in rollouts.jsonl.)"""
+    """Law 6. (An answer that cannot be used is booked as it arrives; its line comes with the step of its group.)"""
     for line in metrics:
         accounts = {name: line[f"tokens/{name}"] for name in ("trained", "masked", "discarded", "in_flight")}
         assert line["tokens/generated"] == sum(accounts.values()), line

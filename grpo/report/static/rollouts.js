@@ -207,8 +207,9 @@ function rolloutsExplorer(groups, traces) {
   }
 
   function sibling(row, isPicked, facts) {
-    const versions =
-      row.versions[0] === row.versions[1]
+    const versions = !known(row.versions[0])
+      ? "no version"
+      : row.versions[0] === row.versions[1]
         ? `version ${row.versions[0]}`
         : `versions ${row.versions[0]} to ${row.versions[1]}`;
     return el(
