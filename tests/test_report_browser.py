@@ -139,6 +139,24 @@ def test_the_values_at_the_cursor_are_those_of_the_files(good: Path) -> None:
     visit(good / "report.html", work)
 
 
+def test_the_cursor_stays_when_the_window_gets_another_width(good: Path) -> None:
+    metrics = [json.loads(line) for line in (good / "metrics.jsonl").read_text().splitlines()]
+
+    async def work(page: Page) -> None:
+        wide = f"{chart('Reward')}.querySelector('svg').getBoundingClientRect().width"
+        before = await page.evaluate(wide)
+        await read_out(page, "Reward", 6)
+        await page.size(800)
+        drawn = f"{chart('Reward')}.querySelector('svg').viewBox.baseVal.width || {wide}"
+        assert await page.evaluate(
+            f"new Promise(r => {{ const f = () => {drawn} < {before} ? r(1) : setTimeout(f, 20); f() }})"
+        )
+        await page.evaluate("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
+        assert await read_out(page, "Reward", 2) == [{"mean": line["reward/mean"]} for line in metrics[6:8]]
+
+    visit(good / "report.html", work)
+
+
 def test_a_pointer_reads_out_all_charts_of_the_same_axis(good: Path) -> None:
     metrics = [json.loads(line) for line in (good / "metrics.jsonl").read_text().splitlines()]
 

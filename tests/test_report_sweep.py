@@ -152,7 +152,7 @@ def test_failed_jobs_are_in_no_mean_and_are_said(tmp_path: Path) -> None:
     first = data["arms"][0]
     assert (first["result"]["mean"], first["result"]["n"], first["missing"]) == (pytest.approx(0.9), 2, 1)
     assert "1 of 6 jobs are not finished (1 failed)" in texts(data)
-    assert "arms have between 2 and 3 finished seeds" in texts(data)
+    assert "arms have not the same finished seeds (2 to 3 of them)" in texts(data)
     assert "127.0.0.1:8000 does not answer" in data["jobs"][2]["error"]
 
 

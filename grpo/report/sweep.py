@@ -165,8 +165,14 @@ def _notes(jobs: list[Job], arms: list[Arm], results: list[dict[str, float]]) ->
             notes.append(
                 Note("warning", "one seed an arm: differences between arms may be chance, and nothing here can tell")
             )
-        elif len(sizes) > 1:
-            notes.append(Note("note", f"arms have between {min(sizes)} and {max(sizes)} finished seeds"))
+        elif len({frozenset(values) for values in results if values}) > 1:
+            notes.append(
+                Note(
+                    "warning",
+                    f"arms have not the same finished seeds ({min(sizes)} to {max(sizes)} of them): their means and the "
+                    "Pareto front compare different runs; the paired differences are over common seeds alone",
+                )
+            )
     revisions = {job.overview.git for job in jobs if job.overview.git}
     if len(revisions) > 1:
         listed = ", ".join(sorted(revisions)[:5])

@@ -281,7 +281,7 @@ function chart({
     for (const ref of refs)
       if (known(ref.y))
         svg.append(el("line.ref", { x1: MARGIN.left, x2: full - MARGIN.right, y1: py(ref.y), y2: py(ref.y) }));
-    cursor(null);
+    cursor(at); // a window that gets another width keeps it
   }
 
   return self;

@@ -129,7 +129,7 @@ function tiles(data) {
     ),
     tile(
       "tile-trained",
-      "of the generated tokens trained",
+      "of the generated tokens trained, after the last step",
       l?.generated ? percent(l.trained / l.generated, 1) : "–",
       l
         ? `${count(l.trained)} trained, ${count(l.masked)} masked, ${count(l.discarded)} discarded, ${count(l.in_flight)} in flight`

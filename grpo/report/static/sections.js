@@ -213,7 +213,7 @@ function ledger(data) {
       el(
         "div.card.wide",
         { id: "ledger-bar" },
-        el("h3", {}, `${count(l.generated)} generated tokens`),
+        el("h3", {}, `${count(l.generated)} generated tokens after the last step`),
         shareBar({
           parts: ACCOUNTS.map(([key, name, c]) => ({ name, value: l[key], color: c })),
           format: count,
