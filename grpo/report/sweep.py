@@ -169,8 +169,8 @@ def _notes(jobs: list[Job], arms: list[Arm], results: list[dict[str, float]]) ->
             notes.append(
                 Note(
                     "warning",
-                    f"arms have not the same finished seeds ({min(sizes)} to {max(sizes)} of them): their means and the "
-                    "Pareto front compare different runs; the paired differences are over common seeds alone",
+                    f"arms have not the same finished seeds ({min(sizes)} to {max(sizes)} of them): their means and "
+                    "the Pareto front compare different runs; the paired differences are over common seeds alone",
                 )
             )
     revisions = {job.overview.git for job in jobs if job.overview.git}
