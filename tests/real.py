@@ -21,12 +21,12 @@ class RealServer:
     tied: bool
 
 
-def launch(model: Path, *, log: Path) -> VLLMServer:
+def launch(model: Path, *, log: Path, dtype: str = "float32") -> VLLMServer:
     """Start a server as a run would, with room for 256 requests; returns at once."""
     (port,) = free_ports("127.0.0.1", 1)
     arguments = vllm_arguments(
         model=str(model),
-        dtype="float32",
+        dtype=dtype,
         device="cpu",
         max_model_len=CONTEXT,
         backend="disk",

@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from real import RealServer
+from real import CONTEXT, STARTUP, RealServer, launch
 from safetensors.torch import load_file, save_file
-from tiny import other_weights
+from tiny import other_weights, save_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo.rollout.control import PlainControl
 from grpo.rollout.errors import ServerError
 from grpo.sync.disk import DiskSync
+from grpo.sync.verify import LogprobsDiffer, verify
 
 pytest_plugins = ["real_servers"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -66,7 +67,7 @@ class Trained:
 class Rig:
     """One real server, the trained model beside it, and the sync between them."""
 
-    def __init__(self, server: RealServer, scratch: Path) -> None:
+    def __init__(self, server: RealServer, scratch: Path, dtype: torch.dtype = torch.float32) -> None:
         self.trained = Trained(server.model, scratch)
         self.control = PlainControl(server.url)
         self.sync = DiskSync(
@@ -74,7 +75,7 @@ class Rig:
             fallback=scratch,
             controls=[self.control],
             policy=self.trained,
-            dtype=torch.float32,
+            dtype=dtype,
             pause="keep",
             timeout=TIMEOUT,
         )
@@ -326,3 +327,61 @@ def test_trainer_of_another_model_is_refused_at_the_handshake(rig: Rig) -> None:
     rig.trained.draw(61)
     rig.sync.sync(60)
     assert rig.worst() < 1e-4
+
+
+# ---- float32 masters, a bfloat16 server ----
+
+
+def test_a_bfloat16_server_holds_the_masters_rounded_once(tmp_path: Path) -> None:
+    """Bit for bit where vLLM's CPU backend keeps a tensor as it came. Linear layers are packed there: of those the bits
+    that were sent are compared, and what the layer computes."""
+    model = save_tiny_model(tmp_path / "model", tied=False, max_length=CONTEXT)
+    server = launch(model, log=tmp_path / "server.log", dtype="bfloat16")
+    try:
+        server.wait_ready(STARTUP)
+        with contextlib.closing(Rig(RealServer(server.url, model, False), tmp_path, torch.bfloat16)) as rig:
+            rig.trained.draw(81)
+            with pytest.raises(LogprobsDiffer):  # its own weights still, so the test can fail
+                probe(rig)
+            rig.sync.sync(0)
+            masters = rig.trained.draw(82)
+            timings = rig.sync.sync(1)
+            rounded = {name: weight.to(torch.bfloat16) for name, weight in masters.items()}
+            assert not any(
+                torch.equal(rounded[name].float(), weight) for name, weight in masters.items() if weight.ndim > 1
+            )
+            assert timings.bytes == sum(2 * weight.numel() for weight in masters.values())
+            rig.sync.prepare(2)
+            sent = load_file(rig.sync._file(2))
+            rig.sync.cleanup(2)
+            assert sent.keys() == rounded.keys()
+            held = held_by(rig, tmp_path / "held")
+            kept = rounded.keys() & held.keys()
+            assert {name for name in rounded if "_proj" not in name} == kept
+            for name, weight in rounded.items():
+                assert torch.equal(sent[name].view(torch.int16), weight.view(torch.int16)), name
+                if name in kept:
+                    there = held[name][: len(weight)]  # vLLM pads the vocabulary
+                    assert torch.equal(there.view(torch.int16), weight.view(torch.int16)), name
+            assert re.search(rf" {len(rounded)} of {len(rounded)} tensors, none is off", rig.sync.suspects(server.url))
+            assert rig.version() == "1"
+            probe(rig)
+    finally:
+        server.stop()
+
+
+def probe(rig: Rig) -> None:
+    """The proof of a sync, in the server's dtype."""
+    ours, theirs = [], []
+    for seed, prompt in enumerate(PROMPTS):
+        choice = rig.generate(prompt, seed=seed)
+        ours += rig.trained.logprobs(prompt, choice["token_ids"]).tolist()
+        theirs += [row["logprob"] for row in choice["logprobs"]["content"]]
+    verify(ours=ours, theirs=theirs, versions=[1] * len(ours), version=1, dtype="bfloat16", url=rig.control.url)
+
+
+def held_by(rig: Rig, folder: Path) -> dict[str, Tensor]:
+    """The tensors of the server's model that are not packed, by vLLM's names."""
+    folder.mkdir()
+    rig.control.post("/collective_rpc", json={"method": "save_sharded_state", "args": [str(folder)]}, timeout=TIMEOUT)
+    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
