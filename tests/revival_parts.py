@@ -68,7 +68,8 @@ class Process:
     def stop(self) -> None:
         self.world.log.append(("stop", self.url))
 
-    def launch(self) -> None:
+    def launch(self, *, patience: float = 0.0) -> None:
+        assert patience > 0, "its port may still be held for a moment"
         self.world.log.append(("launch", self.url))
         self.world.dead.pop(self.url, None)
         self.world.deaf.discard(self.url)

@@ -41,9 +41,9 @@ READY = 30.0  # seconds
 class Program(VLLMServer):
     """Planned as vLLM, launched as the fake program."""
 
-    def launch(self) -> None:
+    def launch(self, *, patience: float = 0.0) -> None:
         planned, self.command = self.command, [sys.executable, str(PROGRAM), str(self.port)]
-        super().launch()
+        super().launch(patience=patience)
         self.command = planned
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -96,6 +97,43 @@ def test_a_server_that_is_ended_at_once_gets_no_grace(make: Make, at_once: bool,
     Servers([server]).stop(at_once=at_once)
     assert process.returncode == 128 + ended_by
     assert alive(pids) == []
+
+
+HALF_DEAD = """
+import ctypes, os, platform, socket, sys, threading, time
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+if os.fork() == 0:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
+time.sleep(0.5)
+os._exit(3)
+"""
+
+
+def test_a_port_is_free_when_the_server_has_ended_though_threads_outlived_its_engine(tmp_path: Path) -> None:
+    """A killed process is a zombie before its last thread has closed its files."""
+    (port,) = free_ports("127.0.0.1", 1)
+    command = [sys.executable, "-c", HALF_DEAD, str(port)]
+    log = tmp_path / "server.log"
+    server = VLLMServer(command, host="127.0.0.1", port=port, environment=dict(os.environ), log=log)
+    server.launch()
+    assert server.process is not None
+    assert server.process.wait(SECONDS) == 3, log.read_text()
+    check_port("127.0.0.1", port)
+    server.stop()
+
+
+def test_a_port_that_is_used_for_a_moment_is_waited_for() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^rollout.port={port}: cannot be used"):
+            check_port("127.0.0.1", port, patience=0.2)
+        release = threading.Timer(0.3, taken.close)
+        release.start()
+        check_port("127.0.0.1", port, patience=SECONDS)
+        release.join()
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -65,16 +65,20 @@ def _die_with_parent_too() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every living process below `pid`, zombies left out, parents before children."""
+    """Every living process below `pid`, parents before children.
+
+    A zombie is left out once its last thread has ended: until then its files are open, and a port is taken.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 stat = (entry / "stat").read_bytes()
+                state, parent = stat.rpartition(b")")[2].split()[:2]
+                ended = state in (b"Z", b"X") and len([*(entry / "task").iterdir()]) <= 1
             except OSError:  # gone meanwhile
                 continue
-            state, parent = stat.rpartition(b")")[2].split()[:2]
-            if state not in (b"Z", b"X"):
+            if not ended:
                 children.setdefault(int(parent), []).append(int(entry.name))
     found, queue = [], [pid]
     while queue:

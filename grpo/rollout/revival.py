@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 NOTICED = 2.0  # seconds in which a death shows after a failed call
 POLL = 0.1
 LOOK_TIMEOUT = 15.0  # seconds for a control call that tells whether a server is there
+PORT_PATIENCE = 10.0  # seconds for a dead server's port, which another process may use for a moment
 HEALTH_EVERY = 2.0  # seconds between looks for a server that is out, while others work
 
 
@@ -227,7 +228,7 @@ class Revival:
         else:
             log.warning("%s: out (%s); started again (rollout.restarts, %s)", url, reason, count)
             server.stop()
-            server.launch()
+            server.launch(patience=PORT_PATIENCE)
         self._since[url] = time.monotonic()
         self.changed(self.roster.out)
 

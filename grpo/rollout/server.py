@@ -71,10 +71,10 @@ class VLLMServer:
         # a server that listens on every address is reached by us on this machine
         return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
 
-    def launch(self) -> None:
-        """Start and return. Raises ValueError when the port is taken."""
+    def launch(self, *, patience: float = 0.0) -> None:
+        """Start and return. Raises ValueError when the port is taken, and still is after `patience` seconds."""
         assert self.process is None, f"{self.url} was launched already"
-        check_port(self.host, self.port)
+        check_port(self.host, self.port, patience)
         prefix = [sys.executable, "-I", "-S", guard.__file__, str(self.grace)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -281,16 +281,22 @@ def healthy(url: str, timeout: float = 2.0) -> bool:
         connection.close()
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ValueError when nothing can listen there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended server's connections do not matter
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ValueError(
-                f"rollout.port={port}: cannot be used on rollout.host={host} ({error.strerror}); null takes a free port"
-            ) from error
+def check_port(host: str, port: int, patience: float = 0.0) -> None:
+    """Raises ValueError when nothing can listen there, nor after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended server's connections do not matter
+            try:
+                probe.bind((host, port))
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise ValueError(
+                        f"rollout.port={port}: cannot be used on rollout.host={host} ({error.strerror}); null takes a "
+                        "free port"
+                    ) from error
+        time.sleep(POLL)
 
 
 def free_ports(host: str, count: int) -> list[int]:
