@@ -117,3 +117,37 @@ def test_a_signal_while_a_failed_run_ends_takes_nothing_from_its_ending(
     assert too_late == []
     assert (status["state"], status["error"]["message"]) == ("failed", "the reason")
     assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_kept_servers_are_told_whether_a_sync_was_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_off: bool
+) -> None:
+    """Else the next job of a sweep gets a server that holds half of the last one's weights."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    import run
+
+    from grpo import summary
+
+    class Trainer:
+        weights = SimpleNamespace(broken_off=broken_off)
+        display = SimpleNamespace(close=lambda: None)
+
+        def run(self) -> str:
+            raise FloatingPointError("the loss is NaN")  # in itself no reason to doubt a server
+
+        def try_save(self) -> None:
+            told.append("saved")
+
+    told: list[Any] = []
+    whole = summary.summarize
+    monkeypatch.setattr(summary, "summarize", lambda recorder, trainer, **facts: whole(recorder, None, **facts))
+    monkeypatch.setattr(run, "make", lambda *args: Trainer())
+    monkeypatch.setattr(run, "watchdog_of", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
+    monkeypatch.setattr(run.kept.servers, "ended", lambda failure, *, synced: told.append((str(failure), synced)))
+    train = SimpleNamespace(steps=3, watchdog=0.0)
+    plan: Any = SimpleNamespace(train=train, mirror=NoMirror(), evaluating=False)
+    with pytest.raises(SystemExit):
+        run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+    assert told == [("the loss is NaN", not broken_off), "saved"]
