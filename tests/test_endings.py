@@ -126,7 +126,6 @@ def test_kept_servers_are_told_whether_a_sync_was_broken_off(
     """Else the next job of a sweep gets a server that holds half of the last one's weights."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
     import run
-
     from grpo import summary
 
     class Trainer:
