@@ -33,6 +33,7 @@ def call(name: str, **arguments: Any) -> str:
         ('<tool_call>{"name": "add"}</tool_call>', [Call("add")]),
         (f"<think>maybe {call('add')}</think>no", []),
         (f"<think>maybe {call('add')}", []),
+        (f"maybe {call('add')}</think>{call('table')}", [Call("table")]),
         (f"<think>hm</think>{call('table')}", [Call("table")]),
         ('<tool_call>{"name": "add", "arguments": {}}', [Call("add")]),
     ],

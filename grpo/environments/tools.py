@@ -154,8 +154,10 @@ class Loop:
 
 
 def parse_calls(answer: str) -> list[Call]:
-    """The calls of an answer, in order."""
-    return [_parse(text) for text in CALL.findall(THOUGHT.sub("", answer))]
+    """The calls of an answer, in order. Where the template has opened the thought, the answer has its end only."""
+    thought, ended, rest = answer.partition("</think>")
+    said = rest if ended and "<think>" not in thought else answer
+    return [_parse(text) for text in CALL.findall(THOUGHT.sub("", said))]
 
 
 def _parse(text: str) -> Call:
