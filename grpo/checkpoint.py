@@ -23,6 +23,7 @@ import torch
 
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
+from grpo.record import remove_atomic
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for old in complete(self.folder)[: -self.keep]:  # keep=0: [:0], none
-            shutil.rmtree(old)
+            remove_atomic(old)
 
 
 def complete(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo import token_record
 from grpo.mask import MASK, masked, masked_text
-from grpo.record import FILES
+from grpo.record import FILES, remove_atomic, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,10 @@ def save_config(folder: Path, cfg: DictConfig, hydra: HydraConf) -> None:
     """`.hydra/` as Hydra writes it, without what belongs to one command (resume, dry_run) in the overrides."""
     aside = folder / ".hydra"
     aside.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(hidden(cfg), aside / "config.yaml")
-    OmegaConf.save(hidden(OmegaConf.create({"hydra": hydra})), aside / "hydra.yaml")
-    OmegaConf.save(OmegaConf.create(task_overrides(hydra)), aside / "overrides.yaml")
+    # Each whole or as it was: a resume that is killed here, or finds the disk full, can be asked for again.
+    write_atomic(aside / "config.yaml", OmegaConf.to_yaml(hidden(cfg)))
+    write_atomic(aside / "hydra.yaml", OmegaConf.to_yaml(hidden(OmegaConf.create({"hydra": hydra}))))
+    write_atomic(aside / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(task_overrides(hydra))))
 
 
 def hidden(cfg: Any) -> Any:
@@ -192,11 +193,12 @@ def _changes(folder: Path, cfg: DictConfig) -> list[str]:
 
 def _forget_after(checkpoint: Path) -> None:
     """Remove the checkpoints after the one that is gone on from: their steps will be made again."""
-    for later in checkpoint.parent.glob("step_*"):
-        if later.name > checkpoint.name:
-            log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, later.name)
-            shutil.rmtree(later)
-            (checkpoint.parent / "latest").write_text(checkpoint.name + "\n", encoding="utf-8")
+    later = sorted(path for path in checkpoint.parent.glob("step_*") if path.name > checkpoint.name)
+    if later:  # before they go, so that it names one that is there
+        write_atomic(checkpoint.parent / "latest", checkpoint.name + "\n")
+    for path in later:
+        log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, path.name)
+        remove_atomic(path)
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -205,7 +205,7 @@ def checkpoint_of(value: str | None, steps: int) -> Path | None:
 
     checkpoint, progress = find_whole(Path(value))
     made = progress["step"]
-    state = OmegaConf.create(_yaml(checkpoint.parent.parent / "status.json") or {}).get("state")
+    state = sweep.read_json(checkpoint.parent.parent / "status.json").get("state")
     if made > steps or (made == steps and state == "finished"):
         raise ValueError(
             f"resume={value}: has made {made} of train.steps={steps}; to go on, give more: train.steps=<n>"

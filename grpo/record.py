@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -86,6 +87,14 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         if durable:
             os.fsync(file.fileno())
     aside.replace(path)
+
+
+def remove_atomic(folder: Path) -> None:
+    """Rename aside (to `.<name>.tmp`) and delete: a reader sees a whole folder or none, whenever we are killed."""
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 class Recorder:
@@ -257,8 +266,8 @@ class Recorder:
             if not path.exists():
                 continue
             kept = []
-            for raw in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):
+            for raw in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that is none of ours
                     line = json.loads(raw)
                     if line["step"] <= step:
                         kept.append(raw)

@@ -97,7 +97,7 @@ def before(folder: Path, cfg: DictConfig) -> Before:
     """Raises OtherJob when the folder's numbers would be taken for this job's."""
     if not any((folder / name).exists() for name in ("status.json", "metrics.jsonl", ".hydra")):
         return Before()
-    status = _read(folder / "status.json")
+    status = read_json(folder / "status.json")
     checkpoints = sorted((folder / "checkpoints").glob("step_*"))
     changed = differences(folder, cfg)
     if changed:
@@ -106,7 +106,7 @@ def before(folder: Path, cfg: DictConfig) -> Before:
         key, (old, new) = next(iter(changed.items()))
         raise OtherJob(f"{folder}: holds a job with {key}={old}, not {new}; choose another hydra.sweep.dir")
     if status.get("state") == "finished":
-        return Before(summary=_read(folder / "summary.json"))
+        return Before(summary=read_json(folder / "summary.json"))
     return Before(checkpoint=checkpoints[-1] if checkpoints else None)
 
 
@@ -172,11 +172,11 @@ def print_table(folder: Path, jobs: list[Path]) -> int:
     for column in ("job", "state", "before", "after", "seconds", "overrides"):
         table.add_column(column)
     reasons = dict(_failures)
-    statuses = {job: _read(job / "status.json") for job in jobs}
+    statuses = {job: read_json(job / "status.json") for job in jobs}
     shared = set.intersection(*(set(status.get("overrides", [])) for status in statuses.values()))
     bad = 0
     for job in jobs:
-        status, result = statuses[job], _read(job / "summary.json")
+        status, result = statuses[job], read_json(job / "summary.json")
         state = status.get("state", "unknown")
         if state != "finished":
             bad += 1
@@ -202,7 +202,7 @@ def print_table(folder: Path, jobs: list[Path]) -> int:
 
 def _progress(folder: Path) -> bool:
     """Whether a job in this folder has anything to lose."""
-    return bool(_read(folder / "status.json").get("step")) or any((folder / "checkpoints").glob("step_*"))
+    return bool(read_json(folder / "status.json").get("step")) or any((folder / "checkpoints").glob("step_*"))
 
 
 def _name(job: Path) -> str:
@@ -213,7 +213,8 @@ def _rate(reward: float | None) -> str:
     return "-" if reward is None else f"{reward:.3f}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """What is in a file; nothing where it is absent or unreadable."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -164,6 +164,45 @@ def test_checkpoints_after_the_one_that_is_resumed_are_of_another_timeline(tmp_p
         assert (folder / "latest").read_text() == "step_000004\n"
 
 
+def test_who_is_killed_while_checkpoints_go_leaves_whole_ones_and_a_true_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(2, 4, 6)) / "checkpoints"
+    (folder / "latest").write_text("step_000006\n")
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise InterruptedError(path.name)
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with (
+        pytest.raises(InterruptedError, match=r"^\.step_000004\.tmp$"),
+        claim(folder.parent, *config(), folder / "step_000002", again=False),
+    ):
+        pytest.fail("it was claimed")
+    assert (folder / "latest").read_text() == "step_000002\n"
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000006"]
+
+
+def test_a_resume_that_finds_the_disk_full_leaves_the_configuration_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(tmp_path / "run", "model.lr=1e-4", checkpoints=(2,))
+    before = contents(folder / ".hydra")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    checkpoint = folder / "checkpoints" / "step_000002"
+    with (
+        pytest.raises(OSError, match="No space left"),
+        claim(folder, *config("model.lr=1e-5"), checkpoint, again=False),
+    ):
+        pytest.fail("it was claimed")
+    assert {name: content for name, content in contents(folder / ".hydra").items() if ".tmp" not in name} == before
+
+
 def test_a_job_begun_again_starts_from_nothing(tmp_path: Path) -> None:
     folder = begun(tmp_path / "0", checkpoints=(2,))
     (folder / "tokens").mkdir()

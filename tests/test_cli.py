@@ -162,6 +162,17 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     assert cli.checkpoint_of(None, 10) is None
 
 
+@pytest.mark.parametrize("status", ['{"state": "failed", "error": {"message": "${\\\\frac{1}{2}}$"}}', "", '{"sta'])
+def test_a_run_goes_on_whatever_its_error_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_000003"
+    monkeypatch.setattr("grpo.checkpoint.find_whole", lambda path: (checkpoint, {"step": 3}))
+    (tmp_path / "status.json").write_text(status)
+    assert cli.checkpoint_of(str(tmp_path), 10) == checkpoint
+    (tmp_path / "status.json").write_text('{"state": "finished"}')
+    with pytest.raises(ValueError, match=r"has made 3 of train\.steps=3; to go on, give more"):
+        cli.checkpoint_of(str(tmp_path), 3)
+
+
 # ---- as processes ----
 
 

@@ -81,8 +81,8 @@ def test_a_resumed_run_cuts_what_the_killed_one_wrote_after_its_checkpoint(
     first = recorders(tmp_path, steps=9)
     for step in (1, 2, 3):
         first.metrics({"step": step, "time/elapsed_s": 10.0 * step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # killed while writing
+    with (tmp_path / "metrics.jsonl").open("a", errors="surrogateescape") as file:
+        file.write('7\n{}\n\udcff\n{"step": 4, "lo')  # a bad disk; killed while writing
     first.evaluation({"step": 0, "name": "held_out", "reward": 0.3}, [])
     first.evaluation({"step": 2, "name": "held_out", "reward": 0.5}, [])
     second = recorders(tmp_path, steps=9, resumed_at=2)
