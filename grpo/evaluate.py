@@ -100,7 +100,8 @@ def summarize(rewards: list[list[float | None]]) -> dict[str, Any]:
     one binary completion a prompt, else a bootstrap over prompts (completions of one prompt are not independent). Where
     all are right or all wrong a bootstrap has no width, which would claim certainty: there it is Wilson's over prompts.
     pass@k is the unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374) with each prompt's
-    own n of scored completions, over the prompts that have k; so pass@1 is the accuracy.
+    own n of scored completions; so pass@1 is the accuracy. A k that not every scored prompt has is left out: other
+    prompts would be compared.
     """
     scored = [[r for r in row if r is not None] for row in rewards]
     rows = [row for row in scored if row]
@@ -122,13 +123,11 @@ def summarize(rewards: list[list[float | None]]) -> dict[str, Any]:
         "high": high,
         "unscored": unscored,
     }
-    n = max(len(row) for row in rewards)
-    if binary and n > 1:
-        enough = {k: [row for row in rows if len(row) >= k] for k in (2**i for i in range(n.bit_length())) if k <= n}
+    samples = min(len(row) for row in rows)
+    if binary and max(len(row) for row in rewards) > 1:
         result["pass"] = {
-            str(k): _mean([pass_at_k(len(row), int(sum(row)), k) for row in having])
-            for k, having in enough.items()
-            if having
+            str(k): _mean([pass_at_k(len(row), int(sum(row)), k) for row in rows])
+            for k in (2**i for i in range(samples.bit_length()))
         }
     return result
 

@@ -78,7 +78,10 @@ def print_table(summary: dict[str, Any], folder: Path, page: Path | None) -> Non
     else:
         rows.append(("steps", _steps(summary)))
         for name, line in summary["eval"].items():
-            rows.append((name, f"{_rate(line['before'])} -> {_rate(line['after'])}"))
+            once = line["after"]["step"] == line["before"]["step"]
+            rows.append(
+                (name, _rate(line["before"]) + (" (one evaluation)" if once else f" -> {_rate(line['after'])}"))
+            )
     if summary.get("throughput"):
         tokens, idle = summary["tokens"], summary["idle"]
         rows.append(

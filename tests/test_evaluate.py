@@ -47,10 +47,9 @@ def test_several_completions_a_prompt_give_pass_at_k_and_an_interval_over_prompt
 def test_pass_at_k_takes_each_prompts_own_number_of_scored_completions() -> None:
     result = summarize([[1.0, 0.0, None, 0.0], [None, None, None, 1.0], [None] * 4, [0.0, 1.0, 1.0, 0.0]])
     assert result["accuracy"] == pytest.approx((1 / 3 + 1 + 1 / 2) / 3)
-    assert result["pass"]["1"] == pytest.approx(result["accuracy"])
-    assert result["pass"]["2"] == pytest.approx((2 / 3 + 5 / 6) / 2)  # of the prompts with two or more
-    assert result["pass"]["4"] == 1.0
-    assert "2" not in summarize([[1.0, None], [None, 0.0]])["pass"], "no prompt has two"
+    assert result["pass"] == {"1": pytest.approx(result["accuracy"])}, "one prompt has one: pass@2 would leave it out"
+    fewer = summarize([[1.0, 0.0, None, 0.0], [None] * 4, [0.0, 1.0, 1.0, 0.0]])  # at least three each
+    assert fewer["pass"] == {"1": pytest.approx((1 / 3 + 1 / 2) / 2), "2": pytest.approx((2 / 3 + 5 / 6) / 2)}
 
 
 def test_all_right_or_all_wrong_has_an_interval_with_a_width() -> None:
@@ -132,7 +131,7 @@ def test_a_missing_completion_is_unscored_and_counts_in_no_mean(
     monkeypatch.setattr(Answers, "sample", some)
     line = evaluator(recorder, 3)(step=3, version=3)["held_out"]
     assert (line["accuracy"], line["n"], line["unscored"]) == (0.75, 2, 3)
-    assert line["pass"] == {"1": 0.75, "2": 1.0}, "pass@1 is the accuracy; pass@2 is of the prompt with both"
+    assert line["pass"] == {"1": 0.75}, "pass@1 is the accuracy; pass@2 would be of the one prompt with both"
 
 
 def test_tokens_of_another_version_are_an_error(recorder: Recorder) -> None:

@@ -146,10 +146,6 @@ function armsSection(data) {
       cell: (arm) =>
         arm.result ? (known(arm.result.low) ? interval(arm.result.low, arm.result.high) : "one seed: none") : "–",
     },
-    { name: "mean, interval and seeds", cell: (arm) => forest(arm, jobsOf(arm), bounds) },
-    ...QUANTITIES.slice(1)
-      .filter(([, , of]) => data.arms.some((arm) => known(of(arm))))
-      .map(([, name, of, text]) => ({ name, num: true, value: of, cell: (arm) => text(of(arm)) })),
     {
       name: "n",
       num: true,
@@ -160,6 +156,10 @@ function armsSection(data) {
         arm.missing ? el("span.flag.warn", {}, `${arm.missing} missing`) : "",
       ],
     },
+    { name: "mean, interval and seeds", cell: (arm) => forest(arm, jobsOf(arm), bounds) },
+    ...QUANTITIES.slice(1)
+      .filter(([, , of]) => data.arms.some((arm) => known(of(arm))))
+      .map(([, name, of, text]) => ({ name, num: true, value: of, cell: (arm) => text(of(arm)) })),
     {
       name: "flags",
       value: (arm) => arm.flags.join(", "),
