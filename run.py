@@ -328,7 +328,7 @@ def make(
     weights = make_sync(
         sync,
         backend=plan.sync_backend,
-        controls=[LoopControl(loader, client, url) for url in servers.urls],
+        controls=[LoopControl(loader, client, url, servers.look(url)) for url in servers.urls],
         policy=policy,
         dtype=policy.dtype,
         folder=folder,

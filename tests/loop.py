@@ -136,7 +136,7 @@ def loop(
         weights = make_sync(
             settings,
             backend="disk",
-            controls=[LoopControl(loader, client, url) for url in urls],
+            controls=[LoopControl(loader, client, url, (servers or Servers([], urls)).look(url)) for url in urls],
             policy=policy,
             dtype=policy.dtype,
             folder=folder,

@@ -353,3 +353,25 @@ def test_a_launched_server_is_started_again_until_it_may_not(
         during_step(trainer, 1, lambda: kill(launched))
         with pytest.raises(ServerDied, match=r"(?s)died \(signal 9\).*\d+ open request"):
             trainer.run()
+
+
+def test_an_engine_that_dies_within_a_sync_does_not_wait_for_the_syncs_deadline(
+    tiny_dir: Path, tmp_path: Path, launched: Servers, unbroken: Result
+) -> None:
+    """Its API server lives on and holds our call open: here it is stopped, and an engine of it is gone."""
+    (server,) = launched.launched
+    options: dict[str, Any] = {"steps": STEPS, "zero_variance": "keep", "lr": 0.01, "restarts": 1, "timeout": 3600.0}
+    with loop(launched.urls, tiny_dir, tmp_path, servers=launched, **options) as trainer:
+        prepare = trainer.weights.weights.prepare  # type: ignore[attr-defined]
+
+        def stop_then_prepare(version: int) -> None:
+            if version == 2 and not trainer.loader.client.roster.out and server._program:
+                os.kill(server._program, signal.SIGSTOP)
+                server._engines[2**22 + 1] = "VLLM::EngineCore"  # no process has this number
+            prepare(version)
+
+        trainer.weights.weights.prepare = stop_then_prepare  # type: ignore[attr-defined]
+        trainer.run()
+        assert trainer.loader.client.roster.returns == 1
+    check_laws(tmp_path, 0)
+    assert lines(tmp_path, "rollouts.jsonl") == unbroken[1]

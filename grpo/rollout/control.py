@@ -3,6 +3,7 @@
 import http.client
 import json as jsonlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -39,18 +40,23 @@ class Calls(ABC):
 
 
 class LoopControl(Calls):
-    """Runs the calls in the loader's loop, on the session of its client."""
+    """Runs the calls in the loader's loop, on the session of its client.
 
-    def __init__(self, loader: "Loader", client: "Client", url: str) -> None:
+    look: called now and then while a call is open; what it raises ends the call. A server whose engine is gone may
+    keep a connection open for as long as we wait for its answer.
+    """
+
+    def __init__(self, loader: "Loader", client: "Client", url: str, look: Callable[[], None] = lambda: None) -> None:
         self.loader = loader
         self.client = client
         self.url = url
+        self.look = look
 
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, str] | None, timeout: float
     ) -> dict[str, Any]:
         call = self.client.call(self.url, method, path, body=body, params=params, timeout=timeout)
-        answer = self.loader.run(call, timeout + 5.0)  # the call's own deadline strikes first and says more
+        answer = self.loader.run(call, timeout + 5.0, self.look)  # the call's own deadline strikes first and says more
         assert isinstance(answer, dict), f"{self.url}{path}: an answer that is no object: {answer!r}"
         return answer
 

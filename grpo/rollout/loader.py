@@ -175,8 +175,8 @@ class Loader:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, look: Callable[[], None] = lambda: None) -> T:
         """Run a coroutine in the loop and wait for it; a failure elsewhere in the loop ends the wait too.
 
-        look: called now and then meanwhile; what it raises ends the wait. Control calls have none: a signal must not
-        tear a sync, whose phases have deadlines of their own.
+        look: called now and then meanwhile; what it raises ends the wait. That of a control call is for a server that
+        died, never for a signal: it must not tear a sync, whose phases have deadlines of their own.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         deadline = time.monotonic() + timeout

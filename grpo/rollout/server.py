@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -190,6 +190,10 @@ class Servers:
         """Raises ServerDied when a launched server has died."""
         for server in self.launched:
             server.check()
+
+    def look(self, url: str) -> Callable[[], None]:
+        """What raises ServerDied when the server of this url has died; nothing for an attached one."""
+        return next((server.check for server in self.launched if server.url == url), lambda: None)
 
     def stop(self, *, at_once: bool = False) -> None:
         """End the launched servers, all together, `at_once` without a grace; attached ones are left as they are."""
