@@ -34,6 +34,7 @@ class Run:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.folder = folder
+        self.resumed_after = len(self.lines("metrics")) if resume else 0  # steps
         self._output = folder.parent / f"{folder.name}.output"
         where = f"resume={folder}" if resume else f"hydra.run.dir={folder}"
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
@@ -135,14 +136,20 @@ def check_laws(run: Run, *, steps: int, max_staleness: int) -> None:
     check_lag(metrics, rollouts, max_staleness)
     check_order(rollouts)
     check_ledger(metrics, rollouts)
-    check_proofs(metrics, OmegaConf.load(run.folder / ".hydra" / "config.yaml").sync.verify_every)
+    every = OmegaConf.load(run.folder / ".hydra" / "config.yaml").sync.verify_every
+    check_proofs(metrics, every, resumed_after=run.resumed_after)
 
 
-def check_proofs(metrics: list[dict[str, Any]], verify_every: int) -> None:
-    """Law 8: every sync that is due is proven. The step of a line sends the version of its own number."""
+def check_proofs(metrics: list[dict[str, Any]], verify_every: int, *, resumed_after: int = 0) -> None:
+    """Law 8: every sync that is due is proven. The step of a line sends the version of its own number.
+
+    resumed_after: the step at which a run ended that this one resumes. It may have ended within that step's sync; the
+    resumed run then sends the version with its first sync, which has no line.
+    """
     for line in metrics:
         if "sync/total_s" not in line:
-            assert line is metrics[-1], f"step {line['step']}: without a sync the run went on"
+            ended = line is metrics[-1] or line["step"] == resumed_after
+            assert ended, f"step {line['step']}: without a sync the run went on"
         elif verify_every and line["step"] % verify_every == 0:
             assert line["sync/probe_max"] < 1e-4
 

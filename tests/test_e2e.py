@@ -181,21 +181,22 @@ def test_completions_live_through_syncs_and_their_ratio_stays_exact(
 ) -> None:
     """CASES 31, as a run sees it: tokens that an old completion got after a sync have lag 0 and the ratio 1.
 
-    What is recorded of them is enough to compute a step again.
+    One group at a time makes generation the slower side on any machine, so that every sync meets completions that the
+    next step trains. What is recorded of them is enough to compute a step again.
     """
     long = ("data.max_tokens=300", "data.reward=[{kind: length, target: 200, scale: 100}]", "train.eval_every=3")
     recorded = ("train.record_tokens=true", "train.checkpoint_every=6")
-    run = finish(attached(untied_server, "rollout.max_staleness=2", "train.steps=7", *long, *recorded))
-    check_laws(run, steps=7, max_staleness=2)
+    run = finish(attached(untied_server, "rollout.max_inflight=4", "train.steps=7", *long, *recorded))
+    check_laws(run, steps=7, max_staleness=1)
     metrics, rollouts = run.lines("metrics"), run.lines("rollouts")
-    assert max(row["lag"] for row in rollouts) == 2
+    assert max(row["lag"] for row in rollouts) == 1
     assert any(row["version_first"] < row["version_last"] for row in rollouts)
     survived = 0  # tokens of lag 0 in completions that began under older weights
     for line in metrics:
         young = [row["tokens"] for row in rollouts if row["step"] == line["step"] and row["lag"] == 0]
         survived += line.get("lag_0/tokens", 0) - sum(young)
     assert survived > 50
-    old = [line["lag_2/kl"] for line in metrics if "lag_2/kl" in line]
+    old = [line["lag_1/kl"] for line in metrics if "lag_1/kl" in line]
     assert max(old) > 1e-4  # the weights did change meanwhile: a ratio of 1 is no matter of course
     check_tokens(run)
     assert replay([str(run.folder), "loss=tis"]) == 0  # step 7 at checkpoint 6: the run's own numbers came out

@@ -19,8 +19,8 @@ from test_multirun import experiments, steps, surroundings
 
 from grpo.rollout.kept import reset
 
-# Some seconds.
-LONG = {"token_ids": [12, 7, 30], "sampling_params": {"max_tokens": 900, "ignore_eos": True, "logprobs": 0}}
+TOKENS = 900  # some seconds
+LONG = {"token_ids": [12, 7, 30], "sampling_params": {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}}
 
 pytest_plugins = ["real_servers"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -83,14 +83,17 @@ def test_a_closed_session_leaves_no_request_in_the_server(untied_server: RealSer
     for connection in sockets:
         connection.close()
     wait(lambda: not holds_requests(untied_server.url))
-    assert 0 < generated(untied_server.url) - before < 4 * 900
+    assert 0 < generated(untied_server.url) - before < 4 * TOKENS
 
 
 def test_a_reset_ends_what_still_runs(untied_server: RealServer, pool: ThreadPoolExecutor) -> None:
-    left = [pool.submit(call, untied_server.url, "/inference/v1/generate", LONG) for _ in range(4)]
+    """As many requests as it takes that a machine of any speed has some left when the reset comes."""
+    left = [pool.submit(call, untied_server.url, "/inference/v1/generate", LONG) for _ in range(48)]
     wait(lambda: holds_requests(untied_server.url))
     asyncio.run(reset(untied_server.url, None))
-    reasons = {future.result()[1]["choices"][0]["finish_reason"] for future in left}
-    assert reasons == {"abort"}
+    answers = [future.result()[1]["choices"][0] for future in left]
+    aborted = [answer for answer in answers if answer["finish_reason"] == "abort"]
+    assert aborted
+    assert all(len(answer["token_ids"]) < TOKENS for answer in aborted)
     assert not holds_requests(untied_server.url)
     assert call(untied_server.url, "/is_paused", method="GET")[1] == {"is_paused": False}

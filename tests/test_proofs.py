@@ -58,11 +58,13 @@ def test_the_check_of_real_runs_demands_the_proof_of_every_sync_that_is_due() ->
     check_proofs([bare, good], 2)
     check_proofs([bare, line(2)], 0)
     check_proofs([bare, good, {"step": 3}], 2)  # a run that ended in its last sync
+    check_proofs([{"step": 1}, good], 2, resumed_after=1)
     with pytest.raises(KeyError, match="sync/probe_max"):
         check_proofs([bare, line(2)], 2)
     with pytest.raises(AssertionError):
         check_proofs([bare, line(2, probe_max=1e-3)], 2)
     with pytest.raises(TypeError):
         check_proofs([bare, line(2, probe_max=None)], 2)  # not a number, in the file
-    with pytest.raises(AssertionError, match="step 1: without a sync"):
-        check_proofs([{"step": 1}, good], 2)
+    for resumed_after in (0, 2):
+        with pytest.raises(AssertionError, match="step 1: without a sync"):
+            check_proofs([{"step": 1}, good], 2, resumed_after=resumed_after)
