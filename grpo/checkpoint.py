@@ -3,8 +3,8 @@
     checkpoints/step_000100/    config.json, model.safetensors, tokenizer files, trainer.pt; with LoRA adapter/
     checkpoints/latest          the name of the newest complete one
 
-A checkpoint is written aside, flushed to disk and renamed: a folder named step_* is always complete. The servers go on
-generating meanwhile. Resuming needs few numbers, because groups are consumed in stream order: the number of groups
+A checkpoint is written aside, flushed to disk and renamed: a folder named step_<n> is always complete. The servers go
+on generating meanwhile. Resuming needs few numbers, because groups are consumed in stream order: the number of groups
 consumed says where the data goes on (law 2), and groups that were in flight are generated again.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo.checkpoint_folder import complete as complete
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 from grpo.record import remove_atomic
@@ -42,7 +43,11 @@ class Progress:
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint that cannot be read whole."""
+    """A checkpoint that cannot be read whole. `reason` says which of its files, and how that shows."""
+
+    def __init__(self, checkpoint: Path, reason: str) -> None:
+        super().__init__(f"resume={checkpoint}: {reason}; resume from another checkpoint")
+        self.reason = reason
 
 
 class Checkpoints:
@@ -109,11 +114,6 @@ class Checkpoints:
             remove_atomic(old)
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if p.is_dir())
-
-
 def find(path: Path) -> Path:
     """The checkpoint that `resume=<path>` means: itself, or the newest of a run folder. ValueError if none."""
     if (path / "trainer.pt").is_file():
@@ -160,9 +160,7 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
             with safe_open(file, "pt"):  # compares the header with the file's length
                 pass
     except Exception as error:  # zip's, pickle's, torch's, safetensors' and the file system's
-        raise Damaged(
-            f"resume={checkpoint}: {file.name} cannot be read ({type(error).__name__}); resume from another checkpoint"
-        ) from error
+        raise Damaged(checkpoint, f"{file.name} cannot be read ({type(error).__name__})") from error
     return progress
 
 

@@ -22,6 +22,7 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import token_record
+from grpo.checkpoint_folder import complete, put_aside
 from grpo.mask import MASK, masked, masked_text
 from grpo.record import FILES, remove_atomic, write_atomic
 
@@ -192,13 +193,22 @@ def _changes(folder: Path, cfg: DictConfig) -> list[str]:
 
 
 def _forget_after(checkpoint: Path) -> None:
-    """Remove the checkpoints after the one that is gone on from: their steps will be made again."""
-    later = sorted(path for path in checkpoint.parent.glob("step_*") if path.name > checkpoint.name)
+    """Remove the checkpoints after the one that is gone on from: their steps will be made again. One that cannot be
+    read is put aside instead: it may be why the run goes on from this one, and the disk may be read another day."""
+    from grpo.checkpoint import Damaged, inspect
+
+    later = [path for path in complete(checkpoint.parent) if path.name > checkpoint.name]
     if later:  # before they go, so that it names one that is there
         write_atomic(checkpoint.parent / "latest", checkpoint.name + "\n")
     for path in later:
-        log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, path.name)
-        remove_atomic(path)
+        try:
+            inspect(path)
+        except Damaged as damage:
+            told = "resuming from %s: %s is damaged (%s), and kept as %s"
+            log.warning(told, checkpoint.name, path.name, damage.reason, put_aside(path).name)
+        else:
+            log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, path.name)
+            remove_atomic(path)
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

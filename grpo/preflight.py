@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo import distributed
 from grpo.budget import Budget, plan_memory
+from grpo.checkpoint_folder import complete
 from grpo.objects import build, build_loss
 from grpo.rollout import kept
 from grpo.rollout.heads import check_heads
@@ -278,7 +279,7 @@ def resolve_model(path: str, root: Path) -> str:
 
 def newest_checkpoint(run: Path) -> Path:
     """Raises ValueError when the run has none."""
-    found = sorted(p for p in (run / "checkpoints").glob("step_*") if p.is_dir())  # they are complete, or not there
+    found = complete(run / "checkpoints")
     if not found:
         raise ValueError(f"model.path={run}: a run folder without a checkpoint (no checkpoints/step_*)")
     return found[-1]

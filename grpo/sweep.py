@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo import gpu_slots, isolation
+from grpo.checkpoint_folder import complete
 from grpo.claim import differences, discard, hidden, save_config, task_overrides
 from grpo.rollout import kept
 from grpo.sweep_progress import SweepProgress, count_jobs
@@ -98,7 +99,7 @@ def before(folder: Path, cfg: DictConfig) -> Before:
     if not any((folder / name).exists() for name in ("status.json", "metrics.jsonl", ".hydra")):
         return Before()
     status = read_json(folder / "status.json")
-    checkpoints = sorted((folder / "checkpoints").glob("step_*"))
+    checkpoints = complete(folder / "checkpoints")
     changed = differences(folder, cfg)
     if changed:
         if not _progress(folder):

@@ -35,9 +35,16 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(("keep", "left"), [(2, [2, 3]), (0, [1, 2, 3])])
 def test_the_newest_are_kept(parts: Parts, tmp_path: Path, keep: int, left: list[int]) -> None:
     checkpoints = Checkpoints(tmp_path, keep=keep, config={})
+    (tmp_path / "step_000000.damaged").mkdir()  # counts for nothing, and goes to nobody
+    (tmp_path / "step_000009.damaged").mkdir()
     for step in (1, 2, 3):
         checkpoints.save(*parts, at(step))
-    assert names(tmp_path) == ["latest", *(f"step_{step:06d}" for step in left)]
+    assert names(tmp_path) == [
+        "latest",
+        "step_000000.damaged",
+        *(f"step_{step:06d}" for step in left),
+        "step_000009.damaged",
+    ]
     assert (tmp_path / "latest").read_text() == "step_000003\n"
     assert checkpoints.written == 3
 

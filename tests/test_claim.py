@@ -5,10 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from composed import composed
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
 
+from grpo.checkpoint_folder import complete
 from grpo.claim import claim, differences, discard, task_overrides
 
 
@@ -22,8 +25,16 @@ def begun(folder: Path, *overrides: str, checkpoints: tuple[int, ...] = ()) -> P
     with claim(folder, *config(*overrides), None, again=False):
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         for step in checkpoints:
-            (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+            readable(folder / "checkpoints" / f"step_{step:06d}", step)
     return folder
+
+
+def readable(checkpoint: Path, step: int) -> None:
+    """A checkpoint as far as a look at it goes."""
+    checkpoint.mkdir(parents=True)
+    torch.save({"progress": {"step": step}}, checkpoint / "trainer.pt")
+    (checkpoint / "config.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, checkpoint / "model.safetensors")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -162,6 +173,33 @@ def test_checkpoints_after_the_one_that_is_resumed_are_of_another_timeline(tmp_p
     with claim(folder.parent, *config(), folder / "step_000004", again=False):
         assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004"]
         assert (folder / "latest").read_text() == "step_000004\n"
+
+
+def test_a_damaged_checkpoint_after_the_one_that_is_resumed_is_put_aside_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(2, 4, 6)) / "checkpoints"
+    (folder / "latest").write_text("step_000006\n")
+    (folder / "step_000006" / "config.json").write_text("{")
+    before = contents(folder / "step_000006")
+    with claim(folder.parent, *config(), folder / "step_000002", again=False):
+        pass
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000006.damaged"]
+    assert contents(folder / "step_000006.damaged") == before
+    assert (folder / "latest").read_text() == "step_000002\n"
+    told = [record.getMessage() for record in caplog.records if "step_000006" in record.getMessage()]
+    assert told == [
+        "resuming from step_000002: step_000006 is damaged (config.json cannot be read (JSONDecodeError)), and kept as "
+        "step_000006.damaged"
+    ]
+    # made again, and damaged again: the first one stays
+    (folder / "step_000006").mkdir()
+    with claim(folder.parent, *config(), folder / "step_000002", again=False):
+        pass
+    names = ["step_000002", "step_000006.damaged", "step_000006.damaged.2"]
+    assert sorted(p.name for p in folder.glob("step_*")) == names
+    assert contents(folder / "step_000006.damaged") == before
+    assert complete(folder) == [folder / "step_000002"]
 
 
 def test_who_is_killed_while_checkpoints_go_leaves_whole_ones_and_a_true_latest(

@@ -372,3 +372,9 @@ def test_every_group_names_its_choices() -> None:
     for group in ("loss", "data"):
         text = message(f"{group}=_base")
         assert all(choice in text for choice in choices(group))
+
+
+def test_a_checkpoint_that_was_put_aside_is_not_the_newest(tmp_path: Path) -> None:
+    for name in ("step_000002", "step_000004.damaged"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert preflight.newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_000002"

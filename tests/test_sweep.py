@@ -175,6 +175,8 @@ def test_a_job_that_was_begun_goes_on_from_its_last_checkpoint(tmp_path: Path) -
     for state in ("interrupted", "running", "failed"):
         folder = job(tmp_path / state, state=state, checkpoints=(2, 10))
         assert sweep.before(folder, config()[0]) == sweep.Before(checkpoint=folder / "checkpoints" / "step_000010")
+        (folder / "checkpoints" / "step_000012.damaged").mkdir()  # put aside by an earlier resume
+        assert sweep.before(folder, config()[0]) == sweep.Before(checkpoint=folder / "checkpoints" / "step_000010")
         bare = job(tmp_path / f"{state}-bare", state=state)
         assert sweep.before(bare, config()[0]) == sweep.Before()
 
