@@ -111,7 +111,10 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for old in complete(self.folder)[: -self.keep]:  # keep=0: [:0], none
-            remove_atomic(old)
+            try:
+                remove_atomic(old)
+            except OSError as error:  # the new one is whole all the same
+                log.warning("%s: cannot be removed (%s); the next checkpoint tries again", old, error)
 
 
 def find(path: Path) -> Path:

@@ -49,6 +49,32 @@ def test_the_newest_are_kept(parts: Parts, tmp_path: Path, keep: int, left: list
     assert checkpoints.written == 3
 
 
+def test_an_old_one_that_cannot_be_removed_is_told_and_tried_again(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=0, config={})
+    for step in (1, 2, 3):
+        checkpoints.save(*parts, at(step))
+    checkpoints.keep = 2  # so that the fourth has two to remove
+    rename = Path.rename
+
+    def busy(path: Path, target: Path) -> Path:
+        if path.name == "step_000001":
+            raise OSError(16, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", busy)
+        assert checkpoints.save(*parts, at(4))["checkpoint/bytes"] > 0
+    assert checkpoints.written == 4
+    assert names(tmp_path) == ["latest", "step_000001", "step_000003", "step_000004"]
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith(f"{tmp_path / 'step_000001'}: cannot be removed (")
+    assert "Device or resource busy" in told
+    checkpoints.save(*parts, at(5))
+    assert names(tmp_path) == ["latest", "step_000004", "step_000005"]
+
+
 def test_one_that_is_there_stays_as_it_is(parts: Parts, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=0, config={})
     assert checkpoints.save(*parts, at(1))["checkpoint/bytes"] > 0
