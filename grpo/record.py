@@ -216,6 +216,11 @@ class Recorder:
         self._mirrored("close", state, summary)
         self.close()
 
+    def sync(self) -> None:
+        """Wait until every line so far is on the disk: a checkpoint that outlives the machine must not be ahead."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
     def close(self) -> None:
         """Close the files; `finish` does it too."""
         for file in self._files.values():

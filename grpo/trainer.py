@@ -148,6 +148,7 @@ class Trainer:
         """A checkpoint of the last finished step."""
         started = time.monotonic()
         self.phase = "checkpoint"
+        self.recorder.sync()
         position = Position(self.step, self.version, self.groups, self.places, self.ledger.accounts())
         self.saved = self.checkpoints.save(self.step_fn.policy, self.step_fn.optimizer, position)
         self._spent("checkpoint", started)

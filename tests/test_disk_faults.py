@@ -1,6 +1,7 @@
 """A full disk and damaged checkpoints: what is whole stays whole, and the ending says why."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from loop import loop
 
 from grpo import checkpoint, record
 from grpo.claim import check_rows, fingerprints
-from grpo.record import Recorder
+from grpo.record import FILES, Recorder
 
 
 def status(folder: Path) -> dict[str, Any]:
@@ -79,6 +80,34 @@ def test_a_checkpoint_that_finds_no_room_does_not_end_the_run_but_the_last_one_d
     files = (tmp_path / "checkpoints" / "step_000002").rglob("*")
     assert third["checkpoint/bytes"] == sum(file.stat().st_size for file in files)
     assert third["checkpoint/seconds"] > 0
+
+
+def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_has_its_name(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: dict[str, int] = {}  # bytes
+    named: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note(handle: int) -> None:
+        fsync(handle)
+        on_disk[Path(f"/proc/self/fd/{handle}").resolve().name] = os.fstat(handle).st_size
+
+    def name(path: Path, target: Path) -> Path:
+        if Path(target).name.startswith("step_"):
+            named.append(Path(target).name)
+            assert {file: on_disk.get(file) for file in FILES} == {f: (tmp_path / f).stat().st_size for f in FILES}
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", name)
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, steps=2, zero_variance="keep", checkpoint_every=1) as trainer,
+    ):
+        trainer.run()
+    assert named == ["step_000001", "step_000002"]
+    assert on_disk["metrics.jsonl"] > 0
 
 
 @pytest.fixture
