@@ -17,7 +17,7 @@ from real import CONTEXT, STARTUP, launch
 from tiny import save_tiny_model
 
 from grpo.rollout import guard
-from grpo.rollout.server import ServerDied, Servers, VLLMServer, check_port, free_ports, tail
+from grpo.rollout.server import ServerDied, Servers, VLLMServer, check_port, ending, free_ports, tail
 
 PROGRAM = Path(__file__).with_name("fake_program.py")
 SECONDS = 30.0  # that a test waits before it fails
@@ -350,6 +350,14 @@ def test_tail_names_the_cause(tmp_path: Path) -> None:
     assert len(shown) == 12
     assert not any("nanobind" in line for line in shown)
     assert "No such file" in tail(tmp_path / "absent")
+
+
+def test_an_empty_log_is_called_empty(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n")
+    assert ending(log) == f"{log} is empty"
+    log.write_text("nanobind: leaked 4 instances!\n")  # noise, where there is nothing else
+    assert ending(log) == f"the end of {log}:\n  nanobind: leaked 4 instances!"
 
 
 @pytest.mark.vllm

@@ -94,7 +94,7 @@ class VLLMServer:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{self.url} did not answer /health within rollout.startup_timeout={timeout:g} s; "
-                    f"the end of {self.log}:\n{tail(self.log)}"
+                    + ending(self.log)
                 )
             time.sleep(POLL)
         self.check()  # whoever answered may be another process: ours ends when it finds its port taken
@@ -110,9 +110,7 @@ class VLLMServer:
         """
         assert self.process is not None, f"{self.url} was not launched"
         if self._death is None and (why := self._gone()):
-            self._death = ServerDied(
-                f"the vLLM server {self.url} died ({why}); the end of {self.log}:\n{tail(self.log)}"
-            )
+            self._death = ServerDied(f"the vLLM server {self.url} died ({why}); {ending(self.log)}")
         if self._death is not None:  # every open request asks
             raise self._death
 
@@ -312,6 +310,12 @@ def free_ports(host: str, count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
+def ending(log: Path) -> str:
+    """The last part of an error: the end of a log, or that there is nothing in it."""
+    end = tail(log)
+    return f"the end of {log}:\n{end}" if end else f"{log} is empty"
+
+
 def tail(log: Path, lines: int = TAIL) -> str:
     """The end of a log; before it the last line that names an error, where the end does not show one."""
     try:
@@ -320,7 +324,8 @@ def tail(log: Path, lines: int = TAIL) -> str:
             text = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return f"({error})"
-    shown = [line for line in text if line.strip() and not _NOISE.search(line)]
+    written = [line for line in text if line.strip()]
+    shown = [line for line in written if not _NOISE.search(line)] or written
     end = shown[-lines:]
     causes = [line for line in shown if _CAUSE.search(line)]
     head = [causes[-1], "[...]"] if causes and causes[-1] not in end else []
