@@ -100,6 +100,7 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     failure: BaseException | None = None
     state, reason = "failed", ""
     with Signals() as signals, stacks_on_signal(folder / "run.log"):
+        signals.last_words = lambda signum: recorder.cut_short(Interrupted(signum))
         try:
             with contextlib.ExitStack() as stack:
                 try:

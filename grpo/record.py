@@ -221,6 +221,13 @@ class Recorder:
         for file in self._files.values():
             os.fsync(file.fileno())
 
+    def cut_short(self, ending: BaseException) -> None:
+        """The state of a run that ends at once, without `finish`. Nothing may run after it but the exit."""
+        if self.status["state"] == "running":
+            self.status.update(state="interrupted", ended=now(), error=describe(ending))
+        with contextlib.suppress(OSError):
+            self.write_status(durable=False)
+
     def close(self) -> None:
         """Close the files; `finish` does it too."""
         for file in self._files.values():

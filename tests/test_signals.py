@@ -1,5 +1,6 @@
 """A signal within a wait: an evaluation is given up, a sync that is under way is finished, then the run ends."""
 
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from fake_server import FakeServer
 from loop import loop
 
 from grpo.evaluate import Evaluator
+from grpo.record import Recorder
 from grpo.rollout import loader as loader_module
 from grpo.signals import Interrupted, Signals
 from grpo.trainer import Trainer
@@ -100,6 +102,32 @@ def test_a_second_signal_ends_at_once(signum: signal.Signals) -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum
+
+
+def hang(_: int) -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("words", ["written", "hanging"])
+def test_a_second_signal_leaves_a_true_state_and_waits_for_nothing(tmp_path: Path, words: str) -> None:
+    recorder = Recorder(tmp_path, steps=3)
+    child = os.fork()
+    if child == 0:
+        try:
+            with Signals() as signals:
+                signals.deferred = True
+                signals.last_words = (lambda n: recorder.cut_short(Interrupted(n))) if words == "written" else hang
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == ("interrupted" if words == "written" else "running")
+    if words == "written":
+        assert status["ended"]
+        assert status["error"]["message"] == "ended by SIGTERM"
+    recorder.close()
 
 
 def test_the_signal_and_the_handlers_that_were_there_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
