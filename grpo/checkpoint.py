@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo.checkpoint_folder import complete as complete
+from grpo.checkpoint_folder import complete
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 from grpo.record import remove_atomic

@@ -98,7 +98,7 @@ def remove_atomic(folder: Path) -> None:
 
 
 class Recorder:
-    """Writes one run folder. Called from the trainer's thread only.
+    """Writes one run folder. Called from the trainer's thread only; `cut_short` while that waits for it.
 
     steps: how many steps the run will make. resumed_at: first step of a resumed run; later lines of the killed run
     are cut off, so that steps strictly increase in metrics.jsonl.

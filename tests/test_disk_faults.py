@@ -12,6 +12,7 @@ from fake_server import FakeServer
 from loop import loop
 
 from grpo import checkpoint, record
+from grpo.checkpoint_folder import complete
 from grpo.claim import check_rows, fingerprints
 from grpo.record import FILES, Recorder
 
@@ -74,7 +75,7 @@ def test_a_checkpoint_that_finds_no_room_does_not_end_the_run_but_the_last_one_d
         with pytest.raises(OSError, match=r"GB free, a checkpoint needs .* GB; make room"):
             trainer.run()
         assert (trainer.saves_failed, trainer.checkpoints.written) == (1, 1)
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_000002"]
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_000002"]
     first, second, third = lines(tmp_path)
     assert "checkpoint/bytes" not in first.keys() | second.keys()
     files = (tmp_path / "checkpoints" / "step_000002").rglob("*")
@@ -142,7 +143,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
 
 
 def test_where_every_checkpoint_is_damaged_the_newest_is_named(saved: Path) -> None:
-    for path in checkpoint.complete(saved / "checkpoints"):
+    for path in complete(saved / "checkpoints"):
         (path / "trainer.pt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"step_000002: trainer.pt cannot be read"):
         checkpoint.find_whole(saved)

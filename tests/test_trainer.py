@@ -14,6 +14,7 @@ from oracle import synchronous_grpo
 from tiny import save_tiny_model
 
 from grpo import checkpoint
+from grpo.checkpoint_folder import complete
 from grpo.drift import DriftError
 from grpo.groups import NothingToLearn
 from grpo.losses import GRPO, PPOClip
@@ -274,7 +275,7 @@ def test_a_solved_task_is_a_good_ending_with_a_last_evaluation_and_checkpoint(
         trainer.evaluator.sets = {"held_out": prompts}
         assert "the task is solved" in trainer.run()
     assert lines(tmp_path, "evals.jsonl")[-1]["step"] == lines(tmp_path)[-1]["step"] == trainer.step
-    assert checkpoint.complete(tmp_path / "checkpoints")
+    assert complete(tmp_path / "checkpoints")
     seen = lines(tmp_path, "rollouts.jsonl")
     assert {line["outcome"] for line in seen} == {"discarded:zero_variance:all_right"}, "what ended it can be read"
 
@@ -312,7 +313,7 @@ def test_a_run_that_drift_stops_has_recorded_the_step_that_drifted(tiny_dir: Pat
     assert [line["drift"] for line in recorded] == [None, "lag"]
     assert recorded[-1]["lag_1/ess"] < 1
     assert {line["step"] for line in lines(tmp_path, "rollouts.jsonl")} == {1, 2}
-    assert [folder.name for folder in checkpoint.complete(tmp_path / "checkpoints")] == ["step_000002"]
+    assert [folder.name for folder in complete(tmp_path / "checkpoints")] == ["step_000002"]
 
 
 @pytest.mark.parametrize("call", ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"])

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from grpo import checkpoint as checkpoints
 from grpo import objects, preflight, token_record
 from grpo.build import make_optimizer, make_policy, make_reference
+from grpo.checkpoint_folder import complete
 from grpo.model import Policy
 from grpo.record import jsonable, write_atomic
 from grpo.replay.command import OWN, Request, loss_keys, name_of
@@ -127,7 +128,7 @@ def _config(folder: Path) -> DictConfig:
 
 
 def _checkpoint(folder: Path, asked: str | None, recorded: list[int]) -> Path:
-    there = checkpoints.complete(folder / "checkpoints")
+    there = complete(folder / "checkpoints")
     names = ", ".join(path.name for path in there) or "none"
     if asked is None:
         usable = [path for path in there if _step(path) + 1 in recorded]

@@ -14,6 +14,7 @@ from loop import Scorer, loop
 from real_run import check_lag, check_order
 
 from grpo import checkpoint
+from grpo.checkpoint_folder import complete
 from grpo.rollout import client, loader, revival
 
 from .cases import GROUPS, KINDS, SIZE, STEPS
@@ -140,7 +141,7 @@ def check(folder: Path, staleness: int, ended: str, unbroken: list[dict[str, Any
             found.append(f"{name}: {str(error).splitlines()[0] if str(error) else 'does not hold'}")
     if unbroken is not None and rollouts != unbroken:
         found.append("what was trained is not what an unbroken run trains")
-    for saved in checkpoint.complete(folder / "checkpoints"):
+    for saved in complete(folder / "checkpoints"):
         step = checkpoint.inspect(saved)["step"]
         if step > len(steps):
             found.append(f"a checkpoint of step {step}, {len(steps)} are recorded")
