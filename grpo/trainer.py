@@ -119,6 +119,8 @@ class Trainer:
             self.phase = "optimizer step"
             metrics = self.step_fn(groups, self.version)
             trained = time.monotonic()
+            # Before the sync, which lets the next groups be made and scored.
+            metrics |= self.loader.reward_stats(groups)
             self._advance(groups)
             times = {"time/wait_rollouts_s": waited - started, "time/train_s": trained - waited}
             try:
@@ -226,7 +228,6 @@ class Trainer:
             "time/step_s": step_s,
             **times,
             **group_metrics(groups),
-            **self.loader.reward_stats(),
             **metrics,
             **{f"tokens/{name}": value for name, value in tokens.items()},
             "throughput/generated_tokens_per_s": generated / wall_s,

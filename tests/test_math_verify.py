@@ -195,7 +195,7 @@ def test_a_completion_that_hangs_the_parser_is_not_scored_and_delays_nobody() ->
     with rewards(timeout=3.0, workers=2) as scorer:
         scorer.wait_ready()
         hanging, *others = asyncio.run(everything(scorer))
-        stats = scorer.stats()
+        stats = scorer.stats([])
         assert verdicts(scorer, [("7", r"\boxed{7.0}"), ("7", r"\boxed{8.0}")]) == [1.0, 0.0]  # the worker is replaced
     assert hanging.reward is None
     assert hanging.rewards == {"math_verify": None}

@@ -9,7 +9,7 @@ from data_tools import CHAT, byte_tokenizer, write_jsonl
 
 from grpo.data import Jsonl, Mixture
 from grpo.rollout.loader import Scorer
-from grpo.types import Completion, Prompt
+from grpo.types import Completion, Group, Prompt
 
 
 def part(file: Path, rows: list[tuple[str, str]], **options: Any) -> Jsonl:
@@ -57,7 +57,8 @@ def test_each_part_is_scored_by_its_own_rewards(tmp_path: Path) -> None:
     with mixed(parts).rewards() as rewards:
         assert rewards.weights == {"exact_match": 1.0, "number_match": 0.5}
         asyncio.run(everything(rewards))
-        stats = rewards.stats()
+        groups = [Group(at, row, [c]) for at, (row, c) in enumerate(zip(rows, completions, strict=True))]
+        stats = rewards.stats(groups)
     assert [c.reward for c in completions] == [1.0, 0.0, 0.5]
     assert completions[2].rewards == {"number_match": 1.0}
     assert stats["reward/words/exact_match/mean"] == 0.5

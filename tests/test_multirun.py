@@ -40,8 +40,8 @@ def surroundings(folder: Path) -> dict[str, str]:
 
 
 def steps(job: Path) -> list[dict[str, object]]:
-    """metrics.jsonl without what clock and memory say."""
-    timed = re.compile("time/|throughput/|sync/|sampler/|memory/|.*/seconds_")
+    """metrics.jsonl without what clock and memory say. The next groups may be made before a step's line is written."""
+    timed = re.compile("time/|throughput/|sync/|sampler/|memory/|.*/seconds_|tokens/(generated|in_flight)$")
     return [{k: v for k, v in line.items() if not timed.match(k)} for line in command.lines(job / "metrics.jsonl")]
 
 

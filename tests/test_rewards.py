@@ -12,6 +12,7 @@ from grpo.rewards import Rewards, build_rewards
 from grpo.rewards.base import to_number
 from grpo.rewards.extract import last_boxed, last_number, last_tag, whole_number
 from grpo.rewards.options import check_types
+from grpo.types import Completion, Group
 
 # ---- text ----
 
@@ -196,16 +197,22 @@ def test_a_reward_that_is_not_scored_leaves_no_sum_and_hides_no_other() -> None:
     assert made.reward is None
 
 
-def test_statistics_are_of_training_completions_and_reset_when_read() -> None:
+def test_values_are_of_the_groups_asked_for_and_calls_of_all_since_the_last_look() -> None:
+    """The next step's completions and an evaluation's are scored meanwhile: they have no part in this step's mean."""
     rewards = make("exact_match")
-    completions = [completion(t) for t in ("4", "4", "4", "5")] + [completion("5", group=-1) for _ in range(4)]
-    asyncio.run(score_all(rewards, completions))
-    stats = rewards.stats()
+    own, next_step = [completion(t) for t in ("4", "4", "4", "5")], [completion("5") for _ in range(4)]
+    asyncio.run(score_all(rewards, own + next_step + [completion("5", group=-1)]))
+    groups = [Group(0, row(), own[:2]), Group(1, row(), [*own[2:], Completion(1, 2, [5], [0.0], [0], "stop")])]
+    stats = rewards.stats(groups)  # the last one was never scored
     assert stats["reward/exact_match/mean"] == 0.75
     assert stats["reward/exact_match/std"] == pytest.approx(0.4330127, abs=1e-6)  # sqrt(3/16)
     assert stats["reward/exact_match/timeouts"] == stats["reward/exact_match/errors"] == 0
     assert 0 < stats["reward/exact_match/seconds_mean"] <= stats["reward/exact_match/seconds_max"]
-    assert rewards.stats() == {}
+    assert rewards.stats([]) == {}
+    assert rewards.stats([Group(2, row(), next_step)]) == {
+        "reward/exact_match/mean": 0.0,
+        "reward/exact_match/std": 0.0,
+    }
 
 
 @pytest.mark.parametrize(

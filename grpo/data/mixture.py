@@ -6,7 +6,7 @@ A prompt that is held out in one part is trained on in none.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +18,7 @@ from grpo.data.order import row_at
 from grpo.data.stream import Stream
 from grpo.rewards import Rewards
 from grpo.rewards.options import check_types
-from grpo.types import Completion, Prompt
+from grpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     from grpo.environments.hosted import Hosted
@@ -166,7 +166,7 @@ class MixtureEnvironments:
 
     async def begin(self, prompt: Prompt, count: int) -> "tuple[Prompt, list[Session | None]]":
         """As `Hosted.begin`."""
-        hosted = self.parts[prompt.row.partition("/")[0]]
+        hosted = self.parts[part_of(prompt)]
         return (prompt, [None] * count) if hosted is None else await hosted.begin(prompt, count)
 
 
@@ -203,12 +203,17 @@ class MixtureRewards:
 
     async def score(self, prompt: Prompt, completion: Completion) -> None:
         """Sets `completion.rewards` and `completion.reward`. Raises RewardError."""
-        await self.parts[prompt.row.partition("/")[0]].score(prompt, completion)
+        await self.parts[part_of(prompt)].score(prompt, completion)
 
-    def stats(self) -> dict[str, float]:
-        """Each part's statistics since the last call, under `reward/<part>/...`."""
-        return {
-            f"reward/{part}/{key.removeprefix('reward/')}": value
-            for part, rewards in self.parts.items()
-            for key, value in rewards.stats().items()
-        }
+    def stats(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Each part's statistics, of its own groups, under `reward/<part>/...`."""
+        found: dict[str, float] = {}
+        for part, rewards in self.parts.items():
+            own = [group for group in groups if part_of(group.prompt) == part]
+            found |= {f"reward/{part}/{key.removeprefix('reward/')}": v for key, v in rewards.stats(own).items()}
+        return found
+
+
+def part_of(prompt: Prompt) -> str:
+    """The part that a prompt of a mixture is from; its rows are named `<part>/<split>/<number>`."""
+    return prompt.row.partition("/")[0]

@@ -15,13 +15,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from grpo.rewards.base import Reward, RewardError, RewardTimeoutError, to_number
 from grpo.rewards.side import SideLoop
-from grpo.types import Completion, Prompt
+from grpo.types import Completion, Group, Prompt
 
 log = logging.getLogger("grpo.rewards")
 
@@ -31,9 +31,8 @@ SHOWN = 3  # failures of a reward that are logged in full
 
 @dataclass(slots=True)
 class Tally:
-    """What one reward did since the last look. Values of training completions only; time and failures of all."""
+    """The calls of one reward since the last look."""
 
-    values: list[float] = field(default_factory=list)
     seconds: float = 0.0
     slowest: float = 0.0
     calls: int = 0
@@ -141,7 +140,7 @@ class Rewards:
                 value = to_number(await self._side.submit(reward.score(prompt, completion)))
         except (RewardError, ValueError) as error:
             failure = error
-        self._count(reward.name, time.perf_counter() - started, value, failure, completion.group >= 0)
+        self._count(reward.name, time.perf_counter() - started, value, failure)
         if failure is not None:
             self._fail(reward, failure, prompt, completion)
         return value
@@ -154,7 +153,7 @@ class Rewards:
         if self._failures[reward.name] <= SHOWN:
             log.warning("%s, and is not scored: %s", where, failure)
 
-    def _count(self, name: str, seconds: float, value: float | None, failure: Exception | None, training: bool) -> None:
+    def _count(self, name: str, seconds: float, value: float | None, failure: Exception | None) -> None:
         with self._lock:
             tally = self._tallies[name]
             tally.calls += 1
@@ -163,21 +162,23 @@ class Rewards:
             tally.unscored += value is None
             tally.timeouts += isinstance(failure, RewardTimeoutError)
             tally.errors += failure is not None and not isinstance(failure, RewardTimeoutError)
-            if value is not None and training:
-                tally.values.append(value)
 
-    def stats(self) -> dict[str, float]:
-        """Statistics since the last call: mean and std (of training completions), seconds, counts of failures."""
+    def stats(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Mean and std (ddof 0) of each reward in `groups`; time and failures of its calls since the last look.
+
+        The calls are another set: they run ahead of the training step, and score evaluations too.
+        """
         with self._lock:
             tallies, self._tallies = self._tallies, {name: Tally() for name in self.weights}
         result: dict[str, float] = {}
         for name, tally in tallies.items():
+            values = [v for g in groups for c in g.completions if (v := c.rewards.get(name)) is not None]
+            if values:
+                mean = sum(values) / len(values)
+                result[f"reward/{name}/mean"] = mean
+                result[f"reward/{name}/std"] = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
             if not tally.calls:
                 continue
-            if tally.values:
-                mean = sum(tally.values) / len(tally.values)
-                result[f"reward/{name}/mean"] = mean
-                result[f"reward/{name}/std"] = math.sqrt(sum((v - mean) ** 2 for v in tally.values) / len(tally.values))
             result[f"reward/{name}/seconds_mean"] = tally.seconds / tally.calls
             result[f"reward/{name}/seconds_max"] = tally.slowest
             result[f"reward/{name}/unscored"] = tally.unscored

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from grpo.ledger import Ledger
@@ -254,10 +254,10 @@ class Loader:
         with self._lock:
             return self._meter.take()
 
-    def reward_stats(self) -> dict[str, float]:
-        """What each reward did since the last call, where the scorer keeps account of it."""
+    def reward_stats(self, groups: Sequence[Group] = ()) -> dict[str, float]:
+        """What each reward gave in these groups, and did since the last call, where the scorer keeps account of it."""
         stats = getattr(self.scorer, "stats", None)
-        return stats() if stats is not None else {}
+        return stats(groups) if stats is not None else {}
 
     def close(self) -> None:
         """Cancel what is open, close the session, end the thread. Safe to call twice and after a failure."""
