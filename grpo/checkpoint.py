@@ -1,6 +1,7 @@
 """Checkpoints: a model directory that transformers and vLLM load as it is, plus `trainer.pt` with everything else.
 
-    checkpoints/step_000100/    config.json, model.safetensors, tokenizer files, trainer.pt; with LoRA adapter/
+    checkpoints/step_000100/    config.json, model.safetensors, tokenizer files, trainer.pt; with LoRA adapter/; and
+                                SHA256SUMS of them all
     checkpoints/latest          the name of the newest complete one
 
 A checkpoint is written aside, flushed to disk and renamed: a folder named step_<n> is always complete. The servers go
@@ -10,7 +11,6 @@ consumed says where the data goes on (law 2), and groups that were in flight are
 
 import json
 import logging
-import os
 import random
 import shutil
 import time
@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo import checksums
 from grpo.checkpoint_folder import complete
+from grpo.durable import flush, remove_atomic, write_atomic
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
-from grpo.record import remove_atomic
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,9 @@ class Checkpoints:
         target = self.folder / f"step_{progress.step:06d}"
         if target.exists():  # written by the run that was resumed from it
             return {}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True)
+            flush(self.folder.parent)
         self._check_space(policy)
         aside = self.folder / f".{target.name}.tmp"
         for left in self.folder.glob(".step_*.tmp"):  # by a run that was killed while it wrote, or a full disk
@@ -82,17 +85,23 @@ class Checkpoints:
             "data": self.data,
         }
         torch.save(state, aside / "trainer.pt")
-        size = 0
-        for path in sorted(aside.rglob("*")):
-            if path.is_file():
-                size += path.stat().st_size
-                flush(path)
+        files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+        sums = checksums.Sums(aside)
+        for path in files:
+            sums.add(path)
+        for path in files:  # meanwhile
+            flush(path)
+        files.append(sums.write())
+        flush(files[-1])
+        size = sum(path.stat().st_size for path in files)
         aside.rename(target)
         flush(self.folder)
-        latest = self.folder / "latest.tmp"
-        latest.write_text(target.name + "\n", encoding="utf-8")
-        latest.replace(self.folder / "latest")
-        self._prune()
+        try:
+            write_atomic(self.folder / "latest", target.name + "\n")
+        except OSError as error:  # the checkpoint is whole all the same, and nothing of ours reads the name
+            log.warning("%s/latest still names one before %s: %s", self.folder, target.name, error)
+        else:
+            self._prune()
         seconds = time.monotonic() - started
         self.written, self.seconds, self.bytes = self.written + 1, self.seconds + seconds, size
         log.info("checkpoint %s: %.1f MB in %.2f s", target.name, size / 1e6, seconds)
@@ -137,7 +146,9 @@ def find_whole(path: Path) -> tuple[Path, dict[str, Any]]:
     first: Damaged | None = None
     for candidate in candidates:
         try:
-            return candidate, inspect(candidate)
+            progress = inspect(candidate)
+            compare(candidate)
+            return candidate, progress
         except Damaged as damage:
             log.warning("%s%s", damage, "; trying the one before" if candidate != candidates[-1] else "")
             first = first or damage
@@ -167,6 +178,14 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
     return progress
 
 
+def compare(checkpoint: Path) -> None:
+    """Read all of it, gigabytes, and compare with what was written. Raises Damaged."""
+    try:
+        checksums.check(checkpoint)
+    except (OSError, ValueError) as error:
+        raise Damaged(checkpoint, str(error)) from error
+
+
 def load(path: Path) -> dict[str, Any]:
     """What `save` put into trainer.pt, on the CPU. Only tensors and plain data are unpickled."""
     state: dict[str, Any] = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
@@ -190,14 +209,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     random.setstate(_to_tuples(state["python"]))
-
-
-def flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _to_lists(value: Any) -> Any:

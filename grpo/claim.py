@@ -22,9 +22,10 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import token_record
-from grpo.checkpoint_folder import complete, put_aside
+from grpo.checkpoint_folder import clear, complete, put_aside
+from grpo.durable import remove_atomic, write_atomic
 from grpo.mask import MASK, masked, masked_text
-from grpo.record import FILES, remove_atomic, write_atomic
+from grpo.record import FILES
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | No
         elif again:
             for name in (*FILES, "summary.json"):
                 (folder / name).unlink(missing_ok=True)
-            for name in ("checkpoints", token_record.FOLDER):
-                shutil.rmtree(folder / name, ignore_errors=True)
+            shutil.rmtree(folder / token_record.FOLDER, ignore_errors=True)
+            clear(folder / "checkpoints")
         else:
             _begin(folder)
         save_config(folder, cfg, hydra)
@@ -195,7 +196,7 @@ def _changes(folder: Path, cfg: DictConfig) -> list[str]:
 def _forget_after(checkpoint: Path) -> None:
     """Remove the checkpoints after the one that is gone on from: their steps will be made again. One that cannot be
     read is put aside instead: it may be why the run goes on from this one, and the disk may be read another day."""
-    from grpo.checkpoint import Damaged, inspect
+    from grpo.checkpoint import Damaged, compare, inspect
 
     later = [path for path in complete(checkpoint.parent) if path.name > checkpoint.name]
     if later:  # before they go, so that it names one that is there
@@ -203,6 +204,7 @@ def _forget_after(checkpoint: Path) -> None:
     for path in later:
         try:
             inspect(path)
+            compare(path)
         except Damaged as damage:
             told = "resuming from %s: %s is damaged (%s), and kept as %s"
             log.warning(told, checkpoint.name, path.name, damage.reason, put_aside(path).name)

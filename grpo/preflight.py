@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo import distributed
+from grpo import checksums, distributed
 from grpo.budget import Budget, plan_memory
 from grpo.checkpoint_folder import complete
 from grpo.objects import build, build_loss
@@ -117,6 +117,7 @@ def check(cfg: DictConfig, root: Path) -> Plan:
         check_evaluation(cfg, data)
     path = resolve_model(model.path, root)
     config = read_config(path)
+    check_bytes(path)
     context = int(config.get("max_position_embeddings") or 0)
     needed = data.max_prompt_tokens + data.max_tokens
     if context and needed > context:
@@ -257,6 +258,14 @@ def check_overlong(loss: Any, data: Any) -> None:
                     f"data.reward[{reward.name}] with loss.overlong_share={loss.overlong_share:g}: a long completion "
                     "would be punished twice; set loss.overlong_share=0, or leave that reward out"
                 )
+
+
+def check_bytes(path: str) -> None:
+    """A checkpoint of ours must still be what was written. The optimizer's state in it is of no use here."""
+    try:
+        checksums.check(Path(path), but=("trainer.pt",))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={path}: the checkpoint is damaged: {error}") from error
 
 
 def resolve_model(path: str, root: Path) -> str:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo import token_record
+from grpo.durable import write_atomic
 from grpo.mask import masked_text
 from grpo.types import Completion, Group
 
@@ -73,28 +73,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [jsonable(v) for v in value]
     return value
-
-
-def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write aside and rename: a reader sees the old file or the new one, never a half.
-
-    durable: also wait for the disk, so that it outlives the machine; without, it outlives the process.
-    """
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def remove_atomic(folder: Path) -> None:
-    """Rename aside (to `.<name>.tmp`) and delete: a reader sees a whole folder or none, whenever we are killed."""
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    shutil.rmtree(aside)
 
 
 class Recorder:
@@ -217,9 +195,11 @@ class Recorder:
         self.close()
 
     def sync(self) -> None:
-        """Wait until every line so far is on the disk: a checkpoint that outlives the machine must not be ahead."""
+        """Wait until all that was written is on the disk: a checkpoint that outlives the machine must not be ahead."""
         for file in self._files.values():
             os.fsync(file.fileno())
+        if self.tokens is not None:
+            self.tokens.sync()
 
     def cut_short(self, ending: BaseException) -> None:
         """The state of a run that ends at once, without `finish`. Nothing may run after it but the exit."""

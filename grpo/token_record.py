@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from grpo.durable import flush
 from grpo.types import Completion, Group, Prompt, Turn
 
 FOLDER = "tokens"
@@ -61,6 +62,7 @@ class TokenRecorder:
 
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)
+    _unsynced: list[Path] = field(default_factory=list)
 
     def write(self, step: int, version: int, groups: Sequence[Group]) -> Path:
         """The record of one step, after its completions have their outcome. OSError when the disk is full."""
@@ -71,7 +73,16 @@ class TokenRecorder:
         aside = target.with_name(target.name + ".tmp")
         # save_file would hide a full disk in an error of its own, and keep other users from reading
         aside.write_bytes(save(arrays, {key: json.dumps(value) for key, value in header.items()}))
-        return aside.replace(target)
+        self._unsynced.append(aside.replace(target))
+        return target
+
+    def sync(self) -> None:
+        """Wait until every record so far is on the disk, its name too."""
+        for path in self._unsynced:
+            flush(path)
+        if self._unsynced:
+            flush(self.folder / FOLDER)
+        self._unsynced.clear()
 
 
 def recorder_of(folder: Path, facts: dict[str, Any], tokenizer: Any) -> TokenRecorder:

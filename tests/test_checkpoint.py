@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from grpo import checkpoint
+from grpo import checkpoint, checksums
 from grpo.checkpoint import Checkpoints, Progress
+from grpo.checkpoint_folder import complete
+from grpo.durable import flush
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 
@@ -102,8 +104,9 @@ def test_every_file_is_on_the_disk_before_the_name_is(
     monkeypatch.setattr(checkpoint, "flush", note)
     Checkpoints(tmp_path, keep=0, config={}).save(*parts, at(1))
     files = sorted(p.relative_to(tmp_path / "step_000001") for p in (tmp_path / "step_000001").rglob("*"))
-    assert [path.relative_to(tmp_path / ".step_000001.tmp") for path in flushed[:-1]] == files
+    assert sorted(path.relative_to(tmp_path / ".step_000001.tmp") for path in flushed[:-1]) == files
     assert flushed[-1] == tmp_path
+    assert {path.name for path in files} >= {"model.safetensors", "trainer.pt", "config.json", checksums.NAME}
 
 
 def test_what_a_checkpoint_holds(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,27 +157,36 @@ def test_which_checkpoint_a_path_means(parts: Parts, tmp_path: Path) -> None:
     assert checkpoint.find(folder / "step_000009") == folder / "step_000009"
 
 
-def test_the_name_of_the_newest_is_never_half_written(
-    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_where_the_name_of_the_newest_cannot_be_written_it_names_one_that_is_there(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=0, config={})
+    """The new one is whole and counts; the old one, which has the name, is not removed."""
+    checkpoints = Checkpoints(tmp_path, keep=1, config={})
     checkpoints.save(*parts, at(1))
-    write = Path.write_text
+    replace = Path.replace
 
-    def cut(path: Path, text: str, **options: str) -> int:
-        write(path, text[:3], **options)
-        raise OSError("no room")
+    def full(path: Path, target: Path) -> Path:
+        if path.name == "latest.tmp":
+            raise OSError(28, "No space left on device")
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "write_text", cut)
-    with pytest.raises(OSError, match="no room"):
-        checkpoints.save(*parts, at(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        assert checkpoints.save(*parts, at(2))["checkpoint/bytes"] > 0
+    assert checkpoints.written == 2
     assert (tmp_path / "latest").read_text() == "step_000001\n"
+    assert complete(tmp_path) == [tmp_path / "step_000001", tmp_path / "step_000002"]
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith(f"{tmp_path}/latest still names one before step_000002: ")
+    checkpoints.save(*parts, at(3))
+    assert names(tmp_path) == ["latest", "step_000003"]
+    assert (tmp_path / "latest").read_text() == "step_000003\n"
 
 
 def test_a_flushed_file_is_closed(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    checkpoint.flush(tmp_path / "x")
+    flush(tmp_path / "x")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

@@ -11,6 +11,7 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
+from grpo import checksums
 from grpo.checkpoint_folder import complete
 from grpo.claim import claim, differences, discard, task_overrides
 
@@ -200,6 +201,27 @@ def test_a_damaged_checkpoint_after_the_one_that_is_resumed_is_put_aside_with_it
     assert sorted(p.name for p in folder.glob("step_*")) == names
     assert contents(folder / "step_000006.damaged") == before
     assert complete(folder) == [folder / "step_000002"]
+
+
+def test_a_later_checkpoint_whose_bytes_have_changed_is_put_aside_too(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(2, 4)) / "checkpoints"
+    newest = folder / "step_000004"
+    (newest / checksums.NAME).write_text(f"{'0' * 64}  model.safetensors\n")
+    with claim(folder.parent, *config(), folder / "step_000002", again=False):
+        pass
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004.damaged"]
+
+
+def test_a_job_that_begins_anew_keeps_what_was_put_aside(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run", checkpoints=(2,)) / "checkpoints"
+    (folder / "step_000002").rename(folder / "step_000002.damaged")
+    (folder / ".step_000004.tmp").mkdir()
+    (folder / "latest").write_text("step_000002\n")
+    before = contents(folder / "step_000002.damaged")
+    with claim(folder.parent, *config(), None, again=True):
+        pass
+    assert [path.name for path in folder.iterdir()] == ["step_000002.damaged"]
+    assert contents(folder / "step_000002.damaged") == before
 
 
 def test_who_is_killed_while_checkpoints_go_leaves_whole_ones_and_a_true_latest(

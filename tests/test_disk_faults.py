@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +13,12 @@ import pytest
 from fake_server import FakeServer
 from loop import loop
 
-from grpo import checkpoint, record
+from grpo import checkpoint, checksums, record
 from grpo.checkpoint_folder import complete
 from grpo.claim import check_rows, fingerprints
+from grpo.preflight import check_bytes
 from grpo.record import FILES, Recorder
+from grpo.token_record import TokenRecorder
 
 
 def status(folder: Path) -> dict[str, Any]:
@@ -86,18 +90,26 @@ def test_a_checkpoint_that_finds_no_room_does_not_end_the_run_but_the_last_one_d
 def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_has_its_name(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_disk: dict[str, int] = {}  # bytes
+    on_disk: dict[str, int] = {}  # bytes, by name in the run folder
     named: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
     def note(handle: int) -> None:
         fsync(handle)
-        on_disk[Path(f"/proc/self/fd/{handle}").resolve().name] = os.fstat(handle).st_size
+        path = Path(f"/proc/self/fd/{handle}").resolve()
+        if path.is_relative_to(tmp_path):
+            on_disk[str(path.relative_to(tmp_path))] = (
+                os.fstat(handle).st_size if path.is_file() else len(list(path.iterdir()))
+            )
 
     def name(path: Path, target: Path) -> Path:
         if Path(target).name.startswith("step_"):
             named.append(Path(target).name)
-            assert {file: on_disk.get(file) for file in FILES} == {f: (tmp_path / f).stat().st_size for f in FILES}
+            files = [*FILES, *(f"tokens/{file.name}" for file in (tmp_path / "tokens").iterdir())]
+            assert len(files) == len(FILES) + len(named)  # a record of each step
+            assert {file: on_disk.get(file) for file in files} == {f: (tmp_path / f).stat().st_size for f in files}
+            assert on_disk["tokens"] == len(named), "the records' names are on the disk"
+            assert on_disk["."] == len(list(tmp_path.iterdir())), "the folder of checkpoints too"
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", note)
@@ -106,6 +118,7 @@ def test_the_lines_of_a_step_are_on_the_disk_before_its_checkpoint_has_its_name(
         FakeServer(tiny_dir) as server,
         loop([server.url], tiny_dir, tmp_path, steps=2, zero_variance="keep", checkpoint_every=1) as trainer,
     ):
+        trainer.recorder.tokens = TokenRecorder(tmp_path)
         trainer.run()
     assert named == ["step_000001", "step_000002"]
     assert on_disk["metrics.jsonl"] > 0
@@ -142,6 +155,36 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
             checkpoint.find_whole(newest)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "config.json", "generation_config.json"])
+def test_one_byte_that_has_changed_on_the_disk_is_seen(
+    saved: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a tensor no format would show it: the run would go on with other weights."""
+    newest = saved / "checkpoints" / "step_000002"
+    content = bytearray((newest / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / file).write_bytes(content)
+    found, _ = checkpoint.find_whole(saved)
+    assert found.name == "step_000001"
+    assert "step_000002" in caplog.text
+    with pytest.raises(ValueError, match=rf"step_000002: {re.escape(file)} (is not what was written|cannot be read)"):
+        checkpoint.find_whole(newest)  # asked for by name
+    (newest / checksums.NAME).unlink()  # as earlier versions left it
+    if file == "model.safetensors":
+        assert checkpoint.find_whole(saved)[0] == newest
+
+
+def test_the_record_of_checksums_is_one_that_sha256sum_reads(saved: Path) -> None:
+    folder = saved / "checkpoints" / "step_000002"
+    ended = subprocess.run(
+        ["sha256sum", "--check", "--strict", checksums.NAME], cwd=folder, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    others = {path.name for path in folder.rglob("*") if path.is_file()} - {checksums.NAME}
+    assert {line.partition(":")[0] for line in ended.stdout.splitlines()} == others
+    assert len(others) >= 4
+
+
 def test_where_every_checkpoint_is_damaged_the_newest_is_named(saved: Path) -> None:
     for path in complete(saved / "checkpoints"):
         (path / "trainer.pt").write_bytes(b"")
@@ -172,3 +215,24 @@ def test_other_rows_are_refused_unless_forced(caplog: pytest.LogCaptureFixture) 
         check_rows(before, {"train": "a", "math.train": "c"}, forced=False)
     check_rows(before, {"train": "z", "math.train": "b"}, forced=True)
     assert "other rows than the run began with: train" in caplog.text
+
+
+def test_weights_that_have_changed_on_the_disk_are_not_begun_with(saved: Path) -> None:
+    folder = saved / "checkpoints" / "step_000002"
+    check_bytes(str(folder))
+    (folder / "trainer.pt").unlink()  # an optimizer's state, which nothing here reads
+    check_bytes(str(folder))
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    changed = rf"^model.path={folder}: the checkpoint is damaged: model.safetensors is not what was written"
+    with pytest.raises(ValueError, match=changed):
+        check_bytes(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=rf"^model.path={folder}: the checkpoint is damaged: .*No such file"):
+        check_bytes(str(folder))
+
+
+def test_a_record_of_another_kind_is_no_record_of_ours(tmp_path: Path) -> None:
+    (tmp_path / checksums.NAME).write_text("# of a download\n0123 *other.bin\n\n")
+    checksums.check(tmp_path)

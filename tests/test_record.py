@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo.record import NoMirror, Recorder, jsonable, write_atomic
+from grpo.durable import write_atomic
+from grpo.record import NoMirror, Recorder, jsonable
 from grpo.types import Completion, Group, Prompt
 
 

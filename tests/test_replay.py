@@ -323,6 +323,17 @@ def test_tokens_of_weights_that_the_checkpoint_does_not_have_are_refused(copied:
     )
 
 
+def test_weights_that_have_changed_on_the_disk_are_not_replayed(copied: Path) -> None:
+    file = copied / "checkpoints" / "step_000002" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert refused(str(copied), "checkpoint=2") == (
+        f"checkpoint={file.parent}: model.safetensors is not what was written (its checksum in SHA256SUMS is another); "
+        "choose another"
+    )
+
+
 def test_steps_trained_with_other_settings_are_not_mixed(copied: Path) -> None:
     rewrite(copied, 4, temperature=0.9)
     assert refused(str(copied), "steps=4,5").startswith("steps=4,5: trained with different settings")

@@ -18,8 +18,9 @@ from grpo import checkpoint as checkpoints
 from grpo import objects, preflight, token_record
 from grpo.build import make_optimizer, make_policy, make_reference
 from grpo.checkpoint_folder import complete
+from grpo.durable import write_atomic
 from grpo.model import Policy
-from grpo.record import jsonable, write_atomic
+from grpo.record import jsonable
 from grpo.replay.command import OWN, Request, loss_keys, name_of
 from grpo.replay.compare import Contender, compare
 from grpo.settings import Model, Train
@@ -153,9 +154,11 @@ def _step(path: Path) -> int:
 
 def _position(path: Path) -> dict[str, Any]:
     try:
-        return checkpoints.inspect(path)
-    except ValueError as error:
-        raise ValueError(f"checkpoint={path}: trainer.pt cannot be read; choose another") from error
+        position = checkpoints.inspect(path)
+        checkpoints.compare(path)
+    except checkpoints.Damaged as damage:
+        raise ValueError(f"checkpoint={path}: {damage.reason}; choose another") from damage
+    return position
 
 
 def _check_record(record: TokenRecord, version: int, path: Path) -> None:
