@@ -150,3 +150,25 @@ def test_kept_servers_are_told_whether_a_sync_was_broken_off(
     with pytest.raises(SystemExit):
         run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
     assert told == [("the loss is NaN", not broken_off), "saved"]
+
+
+def test_a_run_that_a_second_signal_ends_has_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    import run
+
+    def make(plan: Any, config: Any, folder: Path, recorder: Any, signals: Any, *rest: Any) -> Any:
+        signals.deferred = True  # as in a step
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run, "make", make)
+    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["error"]["message"]) == ("interrupted", "ended by SIGTERM")

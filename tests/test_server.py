@@ -355,9 +355,9 @@ def test_tail_names_the_cause(tmp_path: Path) -> None:
 def test_an_empty_log_is_called_empty(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n")
-    assert ending(log) == f"{log} is empty"
+    assert ending(log) == f"its log, {log}, is empty"
     log.write_text("nanobind: leaked 4 instances!\n")  # noise, where there is nothing else
-    assert ending(log) == f"the end of {log}:\n  nanobind: leaked 4 instances!"
+    assert ending(log) == f"its log is {log}\n  nanobind: leaked 4 instances!"
 
 
 @pytest.mark.vllm

@@ -311,9 +311,9 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def ending(log: Path) -> str:
-    """The last part of an error: the end of a log, or that there is nothing in it."""
+    """The last part of an error: a line that also stands alone, and below it the end of a log."""
     end = tail(log)
-    return f"the end of {log}:\n{end}" if end else f"{log} is empty"
+    return f"its log is {log}\n{end}" if end else f"its log, {log}, is empty"
 
 
 def tail(log: Path, lines: int = TAIL) -> str:
