@@ -309,6 +309,14 @@ def test_a_run_that_drift_stops_has_recorded_the_step_that_drifted(tiny_dir: Pat
         FakeServer(tiny_dir) as server,
         loop([server.url], tiny_dir, tmp_path, loss=loss, max_staleness=1, lr=1e-2, checkpoint_every=10) as trainer,
     ):
+        original = trainer.loader.next_groups
+
+        def next_groups(count: int, timeout: float) -> list[Group]:
+            groups = original(count, timeout)
+            server.wait_for(lambda s: s.open_now == 0)  # so the second batch is of the first one's version
+            return groups
+
+        trainer.loader.next_groups = next_groups  # type: ignore[method-assign]
         with pytest.raises(DriftError, match=r"policy lag.*loss.on_drift=stop"):
             trainer.run()
         trainer.try_save()  # as run.py does
