@@ -182,7 +182,7 @@ def make(
     from grpo.progress import Display
 
     train, rollout, sync, model = plan.train, plan.rollout, plan.sync, plan.model
-    display = Display(train.steps, first_step=recorder.status["step"])
+    display = Display(recorder.status["steps"], first_step=recorder.status["step"])
     stack.callback(display.close)
     for line in plan.lines():
         log.info("%s", line)

@@ -12,7 +12,7 @@ PLAIN_EVERY = 5.0  # seconds between plain lines
 
 
 class Display:
-    """Shows the step, reward, accuracy, lag, tokens/s and the time left."""
+    """Shows the step, reward, accuracy, lag, tokens/s and the time left. steps: 0 where only an evaluation is made."""
 
     def __init__(self, steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
         self.steps = steps
@@ -32,7 +32,7 @@ class Display:
                 console=self.console,
                 transient=True,
             )
-            self._task = self._live.add_task("", total=steps, completed=first_step, phase="start", figures="")
+            self._task = self._live.add_task("", total=steps or None, completed=first_step, phase="start", figures="")
             self._live.start()
 
     def phase(self, text: str) -> None:
@@ -45,8 +45,9 @@ class Display:
     def evaluation(self, name: str, line: Mapping[str, Any]) -> None:
         self.accuracy = line["reward"]
         if self._live is None and line["reward"] is not None:
+            step = f"step {line['step']}/{self.steps}  " if self.steps else ""
             self.console.print(
-                f"step {line['step']}/{self.steps}  {name}: {line['reward']:.3f} "
+                f"{step}{name}: {line['reward']:.3f} "
                 f"[{line['low']:.3f}, {line['high']:.3f}] of {line['n']}",
                 highlight=False,
             )

@@ -57,6 +57,8 @@ def test_every_set_is_evaluated_with_samples_and_the_folder_says_so(
     assert command.lines(folder / "metrics.jsonl") == command.lines(folder / "rollouts.jsonl") == []
     table = [line.split() for line in done.stdout.splitlines() if line.startswith(("set ", "easy ", "hard "))]
     assert [row[0] for row in table] == ["set", "easy", "hard"]
+    assert "easy: " in done.stdout
+    assert "step 0/" not in done.stdout, "there is no step to show"
     assert server.calls.index("finish_weight_update") < server.calls.index("generate")
 
 
