@@ -18,12 +18,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, distributed, preflight, sweep
-from grpo.claim import check_rows, claim, discard, fingerprints, task_overrides
+from grpo.claim import claim, discard, fingerprints, forget_after, task_overrides
 from grpo.data.counts import dry_lines, lines
 from grpo.mask import masked
 from grpo.rollout import kept  # by its module: launchers pickle this file's globals for their jobs' processes
+from grpo.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
+    from grpo.data.base import LoadedData
     from grpo.evaluate import Evaluation
     from grpo.record import Recorder
     from grpo.trainer import Trainer
@@ -60,6 +62,13 @@ def main(cfg: DictConfig) -> float | None:
                 else cli.checkpoint_of(cfg.resume, plan.train.steps)
             )
             preflight.check_reachable(plan.rollout.urls)
+            loaded = None
+            if resume is not None:  # before the folder is touched: other rows refuse it
+                from grpo.build import load_data
+
+                loaded = load_data(plan.data, plan.model_path, cfg.seed, resume, forced=cfg.resume_force)
+            signals = stack.enter_context(Signals())
+            signals.deferred = True  # until there is a record of how it ended
             stack.enter_context(claim(folder, cfg, hydra_cfg, resume, again=in_sweep))
         except ValueError as error:
             if in_sweep:  # the sweep goes on with its other jobs
@@ -67,15 +76,22 @@ def main(cfg: DictConfig) -> float | None:
             discard(folder)
             print(f"error: {cli.explain(error)}", file=sys.stderr)
             sys.exit(2)
-        return run(plan, cfg, folder, task_overrides(hydra_cfg), resume)
+        return run(plan, cfg, folder, task_overrides(hydra_cfg), signals, resume, loaded)
 
 
-def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str], resume: Path | None) -> float | None:
-    """Train, and record the ending: finished, failed or interrupted."""
+def run(
+    plan: preflight.Plan,
+    cfg: DictConfig,
+    folder: Path,
+    overrides: list[str],
+    signals: Signals,
+    resume: Path | None = None,
+    loaded: "tuple[Any, LoadedData] | None" = None,
+) -> float | None:
+    """Train, and record the ending: finished, failed or interrupted. signals: entered and deferred. loaded: data."""
     from grpo import report
     from grpo.record import Recorder, environment
     from grpo.rollout.errors import ServerError
-    from grpo.signals import Interrupted, Signals
     from grpo.summary import print_table, summarize
     from grpo.tracebacks import in_brief
     from grpo.watchdog import stacks_on_signal
@@ -99,14 +115,19 @@ def run(plan: preflight.Plan, cfg: DictConfig, folder: Path, overrides: list[str
     trainer: Trainer | Evaluation | None = None
     failure: BaseException | None = None
     state, reason = "failed", ""
-    with Signals() as signals, stacks_on_signal(folder / "run.log"):
-        signals.last_words = lambda signum: recorder.cut_short(Interrupted(signum))
+    signals.last_words = lambda signum: recorder.cut_short(Interrupted(signum))
+    with stacks_on_signal(folder / "run.log"):
         try:
             with contextlib.ExitStack() as stack:
                 try:
+                    signals.deferred = False
+                    signals.check()
                     with distributed.explained():
-                        trainer = make(plan, config, folder, recorder, signals, stack, resume)
+                        trainer = make(plan, config, folder, recorder, signals, stack, resume, loaded)
                         signals.deferred = not plan.evaluating  # which has no step to finish
+                        if resume is not None:  # nothing refuses it any more
+                            forget_after(resume)
+                            recorder.cut_back()
                         with watchdog_of(trainer, plan.train.watchdog):
                             reason = trainer.run()
                     state = "finished"
@@ -177,6 +198,7 @@ def make(
     signals: Any,
     stack: contextlib.ExitStack,
     resume: Path | None,
+    loaded: "tuple[Any, LoadedData] | None",
 ) -> "Trainer | Evaluation":
     """Every object of a run, wired. What must be closed is closed by `stack`, in reverse order."""
     from grpo.progress import Display
@@ -205,11 +227,10 @@ def make(
     display.phase(f"{len(servers.urls)} server(s) {how}, loading {plan.model_path}")
 
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     from grpo import checkpoint
-    from grpo.build import make_optimizer, make_policy, make_reference
+    from grpo.build import load_data, make_optimizer, make_policy, make_reference
     from grpo.evaluate import Evaluation, Evaluator
     from grpo.groups import GroupRules
     from grpo.ledger import Ledger
@@ -241,8 +262,7 @@ def make(
         signals.also = team.check
         signals.echo_s = distributed.ECHO
         recorder.update_status(ranks=team.ranks)
-    tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
-    data = plan.data.load(tokenizer, seed)
+    tokenizer, data = loaded or load_data(plan.data, plan.model_path, seed)
     recorder.update_status(data=data.report, model=plan.model_path)
     for line in lines(data.report):
         log.info("%s", line)
@@ -255,7 +275,6 @@ def make(
     position = state["progress"] if state else {}
     rows = fingerprints(data.report)
     if state:
-        check_rows(state.get("data"), rows, forced=config["resume_force"])
         # after whole steps it is this; with another train.batch_size (resume_force) it must be
         position["places"] = position["version"] * plan.groups_per_step
     policy = make_policy(

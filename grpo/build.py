@@ -1,4 +1,5 @@
-"""Policy and optimizer as a run's settings describe them: for training, and to compute a step again (`grpo.replay`).
+"""Rows, policy and optimizer as a run's settings describe them: for training, and to compute a step again
+(`grpo.replay`).
 
 With a team they are sharded over its ranks.
 """
@@ -8,18 +9,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo import checkpoint as checkpoints
 from grpo import flash4
+from grpo.claim import check_rows, fingerprints
 from grpo.model import Policy
 from grpo.optimizer import Optimizer
 from grpo.settings import Model, Train
 from grpo.step import Reference
 
 if TYPE_CHECKING:
+    from grpo.data.base import LoadedData
     from grpo.team import Team
 
 log = logging.getLogger(__name__)
+
+
+def load_data(
+    data: Any, model: str, seed: int, resume: Path | None = None, *, forced: bool = False
+) -> "tuple[PreTrainedTokenizerBase, LoadedData]":
+    """The tokenizer of `model`, and the rows as it reads them.
+
+    Raises ValueError when they are not those that the run of the checkpoint `resume` began with, unless `forced`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded: LoadedData = data.load(tokenizer, seed)
+    if resume is not None:
+        check_rows(checkpoints.rows(resume), fingerprints(loaded.report), forced=forced)
+    return tokenizer, loaded
 
 
 def make_policy(

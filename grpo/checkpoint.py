@@ -178,6 +178,13 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
     return progress
 
 
+def rows(checkpoint: Path) -> dict[str, str] | None:
+    """The fingerprints of the rows that its run has; None in one of an earlier version."""
+    state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+    found: dict[str, str] | None = state.get("data")
+    return found
+
+
 def compare(checkpoint: Path) -> None:
     """Read all of it, gigabytes, and compare with what was written. Raises Damaged."""
     try:

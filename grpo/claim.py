@@ -3,7 +3,8 @@
 - a refused command leaves nothing behind, and nothing of an older run is touched before it is sure that it may be;
 - a folder holds one run. It is continued only on request (resume, or the same job of a sweep), only with the settings
   that its data depends on, and never by two processes at once;
-- what is continued has one timeline: what came after the checkpoint is gone.
+- what is continued has one timeline: what came after the checkpoint is gone (`forget_after`), once the run stands and
+  nothing can refuse it any more.
 
 So `.hydra/` is written here, in place of by Hydra, which would write it before anything is checked (conf/config.yaml
 turns that off).
@@ -63,7 +64,6 @@ def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | No
         if checkpoint is not None:
             for line in _changes(folder, cfg):
                 log.warning("resumed with another setting: %s", line)
-            _forget_after(checkpoint)
         elif again:
             for name in (*FILES, "summary.json"):
                 (folder / name).unlink(missing_ok=True)
@@ -135,6 +135,26 @@ def check_rows(before: dict[str, str] | None, now: dict[str, str], *, forced: bo
     log.warning("resumed with other rows than the run began with: %s", where)
 
 
+def forget_after(checkpoint: Path) -> None:
+    """Remove the checkpoints after the one that is gone on from: their steps will be made again. One that cannot be
+    read is put aside instead: it may be why the run goes on from this one, and the disk may be read another day."""
+    from grpo.checkpoint import Damaged, compare, inspect
+
+    later = [path for path in complete(checkpoint.parent) if path.name > checkpoint.name]
+    if later:  # before they go, so that it names one that is there
+        write_atomic(checkpoint.parent / "latest", checkpoint.name + "\n")
+    for path in later:
+        try:
+            inspect(path)
+            compare(path)
+        except Damaged as damage:
+            told = "resuming from %s: %s is damaged (%s), and kept as %s"
+            log.warning(told, checkpoint.name, path.name, damage.reason, put_aside(path).name)
+        else:
+            log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, path.name)
+            remove_atomic(path)
+
+
 def discard(folder: Path) -> None:
     """Take back the folder that Hydra has made, where there is nothing in it; then empty ones above it, below here."""
     here = Path.cwd()
@@ -165,7 +185,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _begin(folder: Path) -> None:
     try:
-        (folder / "status.json").open("x").close()
+        with (folder / "status.json").open("x", encoding="utf-8") as file:
+            file.write('{"state": "running"}\n')  # the recorder's are to come
     except FileExistsError:
         raise ValueError(
             f"hydra.run.dir={folder}: holds a run already; go on with it (resume={folder}), or choose another folder"
@@ -191,26 +212,6 @@ def _changes(folder: Path, cfg: DictConfig) -> list[str]:
                 f"{forced}start a new run (model.path=<checkpoint> begins with its weights)"
             )
     return [f"{key}: {before} before, {now} now" for key, (before, now) in changed.items()]
-
-
-def _forget_after(checkpoint: Path) -> None:
-    """Remove the checkpoints after the one that is gone on from: their steps will be made again. One that cannot be
-    read is put aside instead: it may be why the run goes on from this one, and the disk may be read another day."""
-    from grpo.checkpoint import Damaged, compare, inspect
-
-    later = [path for path in complete(checkpoint.parent) if path.name > checkpoint.name]
-    if later:  # before they go, so that it names one that is there
-        write_atomic(checkpoint.parent / "latest", checkpoint.name + "\n")
-    for path in later:
-        try:
-            inspect(path)
-            compare(path)
-        except Damaged as damage:
-            told = "resuming from %s: %s is damaged (%s), and kept as %s"
-            log.warning(told, checkpoint.name, path.name, damage.reason, put_aside(path).name)
-        else:
-            log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, path.name)
-            remove_atomic(path)
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

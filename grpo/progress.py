@@ -47,8 +47,7 @@ class Display:
         if self._live is None and line["reward"] is not None:
             step = f"step {line['step']}/{self.steps}  " if self.steps else ""
             self.console.print(
-                f"{step}{name}: {line['reward']:.3f} "
-                f"[{line['low']:.3f}, {line['high']:.3f}] of {line['n']}",
+                f"{step}{name}: {line['reward']:.3f} [{line['low']:.3f}, {line['high']:.3f}] of {line['n']}",
                 highlight=False,
             )
 

@@ -78,8 +78,8 @@ def jsonable(value: Any) -> Any:
 class Recorder:
     """Writes one run folder. Called from the trainer's thread only; `cut_short` while that waits for it.
 
-    steps: how many steps the run will make. resumed_at: first step of a resumed run; later lines of the killed run
-    are cut off, so that steps strictly increase in metrics.jsonl.
+    steps: how many steps the run will make. resumed_at: the last step that a resumed run has made; `cut_back` then
+    comes before the first line.
     """
 
     def __init__(
@@ -100,8 +100,6 @@ class Recorder:
         self.resumed_at = resumed_at
         self._seconds_before = 0.0  # of the runs that this one resumes
         self.first_evals: dict[str, dict[str, Any]] = {}  # by name; of a resumed run, where it began
-        if resumed_at is not None:
-            self._cut_back(resumed_at)
         self.started = time.monotonic()
         self.status: dict[str, Any] = {
             "state": "running",
@@ -112,7 +110,7 @@ class Recorder:
             **(facts or {}),
             "error": None,
         }
-        self._files = {name: (folder / name).open("a", encoding="utf-8") for name in FILES}
+        self._open()
         self.write_status()
         self._mirrored("start", folder, str(self.status.get("name", folder.name)), config or {})
 
@@ -250,8 +248,15 @@ class Recorder:
                 log.warning("the mirror failed and may miss records; the run folder has all of them", exc_info=True)
             self._mirror_failed = True
 
-    def _cut_back(self, step: int) -> None:
-        """Drop lines of steps after `step` (a killed run was ahead of its last checkpoint) and a cut last line."""
+    def _open(self) -> None:
+        self._files = {name: (self.folder / name).open("a", encoding="utf-8") for name in FILES}
+
+    def cut_back(self) -> None:
+        """Drop lines of steps after `resumed_at` (a killed run was ahead of its last checkpoint) and a cut last line,
+        so that steps strictly increase."""
+        step = self.resumed_at
+        assert step is not None, "not resumed"
+        self.close()
         token_record.cut_back(self.folder, step)
         for name in FILES:
             path = self.folder / name
@@ -268,6 +273,7 @@ class Recorder:
                         if name == "metrics.jsonl":
                             self._seconds_before = float(line.get("time/elapsed_s") or 0.0)
             write_atomic(path, "".join(line + "\n" for line in kept))
+        self._open()
 
 
 def turns(completion: Completion) -> dict[str, Any]:

@@ -5,15 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from checkpoints import readable
 from composed import composed
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import save_file
 
 from grpo import checksums
 from grpo.checkpoint_folder import complete
-from grpo.claim import claim, differences, discard, task_overrides
+from grpo.claim import claim, differences, discard, forget_after, task_overrides
 
 
 def config(*overrides: str) -> tuple[DictConfig, HydraConf]:
@@ -28,14 +27,6 @@ def begun(folder: Path, *overrides: str, checkpoints: tuple[int, ...] = ()) -> P
         for step in checkpoints:
             readable(folder / "checkpoints" / f"step_{step:06d}", step)
     return folder
-
-
-def readable(checkpoint: Path, step: int) -> None:
-    """A checkpoint as far as a look at it goes."""
-    checkpoint.mkdir(parents=True)
-    torch.save({"progress": {"step": step}}, checkpoint / "trainer.pt")
-    (checkpoint / "config.json").write_text("{}")
-    save_file({"weight": torch.zeros(1)}, checkpoint / "model.safetensors")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -172,6 +163,8 @@ def test_checkpoints_after_the_one_that_is_resumed_are_of_another_timeline(tmp_p
     folder = begun(tmp_path / "run", checkpoints=(2, 4, 6)) / "checkpoints"
     (folder / "latest").write_text("step_000006\n")
     with claim(folder.parent, *config(), folder / "step_000004", again=False):
+        assert len(complete(folder)) == 3, "the run may still be refused"
+        forget_after(folder / "step_000004")
         assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004"]
         assert (folder / "latest").read_text() == "step_000004\n"
 
@@ -183,8 +176,7 @@ def test_a_damaged_checkpoint_after_the_one_that_is_resumed_is_put_aside_with_it
     (folder / "latest").write_text("step_000006\n")
     (folder / "step_000006" / "config.json").write_text("{")
     before = contents(folder / "step_000006")
-    with claim(folder.parent, *config(), folder / "step_000002", again=False):
-        pass
+    forget_after(folder / "step_000002")
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000006.damaged"]
     assert contents(folder / "step_000006.damaged") == before
     assert (folder / "latest").read_text() == "step_000002\n"
@@ -195,8 +187,7 @@ def test_a_damaged_checkpoint_after_the_one_that_is_resumed_is_put_aside_with_it
     ]
     # made again, and damaged again: the first one stays
     (folder / "step_000006").mkdir()
-    with claim(folder.parent, *config(), folder / "step_000002", again=False):
-        pass
+    forget_after(folder / "step_000002")
     names = ["step_000002", "step_000006.damaged", "step_000006.damaged.2"]
     assert sorted(p.name for p in folder.glob("step_*")) == names
     assert contents(folder / "step_000006.damaged") == before
@@ -207,8 +198,7 @@ def test_a_later_checkpoint_whose_bytes_have_changed_is_put_aside_too(tmp_path: 
     folder = begun(tmp_path / "run", checkpoints=(2, 4)) / "checkpoints"
     newest = folder / "step_000004"
     (newest / checksums.NAME).write_text(f"{'0' * 64}  model.safetensors\n")
-    with claim(folder.parent, *config(), folder / "step_000002", again=False):
-        pass
+    forget_after(folder / "step_000002")
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004.damaged"]
 
 
@@ -235,11 +225,8 @@ def test_who_is_killed_while_checkpoints_go_leaves_whole_ones_and_a_true_latest(
             raise InterruptedError(path.name)
 
     monkeypatch.setattr("shutil.rmtree", killed)
-    with (
-        pytest.raises(InterruptedError, match=r"^\.step_000004\.tmp$"),
-        claim(folder.parent, *config(), folder / "step_000002", again=False),
-    ):
-        pytest.fail("it was claimed")
+    with pytest.raises(InterruptedError, match=r"^\.step_000004\.tmp$"):
+        forget_after(folder / "step_000002")
     assert (folder / "latest").read_text() == "step_000002\n"
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000006"]
 

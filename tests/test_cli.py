@@ -8,6 +8,7 @@ from pathlib import Path
 import command
 import pytest
 from composed import ROOT, conf
+from data_tools import write_jsonl
 from fake_faults import Fault
 from fake_server import FakeServer
 from hydra import compose
@@ -287,6 +288,30 @@ def test_a_killed_run_goes_on_with_its_settings_and_every_completion_once(tmp_pa
     assert [line["lr"] for line in metrics] == [3e-3, 3e-3, 3e-3, 3e-3, 1e-5, 1e-5]
     assert [line["reward/mean"] for line in metrics[:4]] == first[:4]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_000004", "step_000006"]
+
+
+def test_a_resume_that_other_rows_refuse_loses_nothing_and_keeps_nothing(server: FakeServer, tmp_path: Path) -> None:
+    """Neither the steps after the checkpoint nor the state, and the next resume has the run's own settings."""
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n}", "answer": f"{n}"} for n in range(40)])
+    arguments = (
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        "data.max_prompt_tokens=16",
+        "train.steps=2",
+        "train.checkpoint_every=1",
+    )
+    ended = command.run(*command.small(server), *arguments, "hydra.run.dir=run", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.log"}
+    write_jsonl(tmp_path / "others.jsonl", [{"prompt": f"{n}", "answer": f"{n}"} for n in range(40, 80)])
+    refused = command.run("resume=run/checkpoints/step_000001", "data.path=others.jsonl", folder=tmp_path)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "are not those that the run began with" in refused.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    ended = command.run("resume=run", "train.steps=3", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [line["step"] for line in command.lines(run / "metrics.jsonl")] == [1, 2, 3]
 
 
 def check_whole(run: Path, *, steps: int) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoints import readable
 from fake_faults import Fault
 from fake_server import FakeServer
 from loop import loop
@@ -17,8 +18,10 @@ from omegaconf import OmegaConf
 from plain_http import call
 
 from grpo import checkpoint
+from grpo.checkpoint_folder import complete
 from grpo.record import NoMirror
 from grpo.rollout.errors import ServerError
+from grpo.signals import Signals
 
 
 def test_a_step_whose_sync_fails_is_recorded_and_saved(tiny_dir: Path, tmp_path: Path) -> None:
@@ -76,13 +79,54 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable
         monkeypatch.setattr(run, "make", make)
         monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
         plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
-        with pytest.raises(SystemExit) as exit:
-            run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+        with pytest.raises(SystemExit) as exit, Signals() as signals:
+            run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], signals)
         assert exit.value.code == 1
         status: dict[str, Any] = json.loads((tmp_path / "status.json").read_text())
         return status
 
     return end
+
+
+def test_a_resume_that_fails_before_it_goes_on_has_forgotten_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that cannot be loaded, a server that does not start: the steps after the checkpoint are still there."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    import run
+
+    def make(*args: Any) -> Any:
+        raise RuntimeError("no server")
+
+    monkeypatch.setattr(run, "make", make)
+    monkeypatch.setattr(run.HydraConfig, "get", lambda: SimpleNamespace(mode=None))
+    for step in (1, 2):
+        readable(tmp_path / "checkpoints" / f"step_{step:06d}", step)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
+    cfg = OmegaConf.create({"name": "n", "seed": 0})
+    with pytest.raises(SystemExit), Signals() as signals:
+        run.run(plan, cfg, tmp_path, [], signals, tmp_path / "checkpoints" / "step_000001")
+    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_000001", "step_000002"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_signal_before_there_is_a_record_ends_the_run_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    import run
+
+    monkeypatch.setattr(run, "make", lambda *args: pytest.fail("it went on"))
+    plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
+    with Signals() as signals:
+        signals.deferred = True  # as run.py's main has it while the folder is claimed
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as exit:
+            run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], signals)
+    assert exit.value.code == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "interrupted"
 
 
 def test_a_run_that_cannot_be_closed_in_order_says_how_it_ended(ended: Any) -> None:
@@ -147,8 +191,8 @@ def test_kept_servers_are_told_whether_a_sync_was_broken_off(
     monkeypatch.setattr(run.kept.servers, "ended", lambda failure, *, synced: told.append((str(failure), synced)))
     train = SimpleNamespace(steps=3, watchdog=0.0)
     plan: Any = SimpleNamespace(train=train, mirror=NoMirror(), evaluating=False)
-    with pytest.raises(SystemExit):
-        run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+    with pytest.raises(SystemExit), Signals() as signals:
+        run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], signals)
     assert told == [("the loss is NaN", not broken_off), "saved"]
 
 
@@ -166,7 +210,8 @@ def test_a_run_that_a_second_signal_ends_has_said_so(tmp_path: Path, monkeypatch
     child = os.fork()
     if child == 0:
         try:
-            run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], None)
+            with Signals() as signals:
+                run.run(plan, OmegaConf.create({"name": "n", "seed": 0}), tmp_path, [], signals)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM

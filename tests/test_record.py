@@ -87,6 +87,8 @@ def test_a_resumed_run_cuts_what_the_killed_one_wrote_after_its_checkpoint(
     first.evaluation({"step": 0, "name": "held_out", "reward": 0.3}, [])
     first.evaluation({"step": 2, "name": "held_out", "reward": 0.5}, [])
     second = recorders(tmp_path, steps=9, resumed_at=2)
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 7, "nothing is cut before it is sure to go on"
+    second.cut_back()
     assert second.first_evals["held_out"]["reward"] == 0.3
     second.metrics({"step": 3})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]

@@ -143,7 +143,8 @@ def test_a_resumed_run_drops_later_and_half_written_records(tmp_path: Path) -> N
     for half in halves:
         half.write_bytes(b"killed while writing")
     assert recorded_steps(tmp_path) == [1, 2, 3]
-    with contextlib.closing(Recorder(tmp_path, steps=9, resumed_at=2)):
+    with contextlib.closing(Recorder(tmp_path, steps=9, resumed_at=2)) as recorder:
+        recorder.cut_back()
         assert recorded_steps(tmp_path) == [1, 2]
         assert not any(half.exists() for half in halves)
     cut_back(tmp_path / "a run without records", 0)
