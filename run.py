@@ -366,6 +366,7 @@ def make(
         policy=policy,
         loader=loader,
         urls=servers.urls,
+        context=plan.data.max_prompt_tokens + plan.data.max_tokens,
         vocab=len(tokenizer),
         temperature=rollout.temperature,
         dtype=model.dtype,

@@ -66,7 +66,7 @@ class Checkpoints:
         """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. OSError when the disk is full."""
         started = time.monotonic()
         target = self.folder / f"step_{progress.step:06d}"
-        if target.exists():  # written by the run that was resumed from it
+        if target.is_dir():  # written by the run that was resumed from it
             return {}
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True)
@@ -163,7 +163,11 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / "trainer.pt"
     try:
         # mmap: the optimizer's tensors, gigabytes of them, are not read here
-        progress: dict[str, Any] = dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["progress"])
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        progress: dict[str, Any] = dict(state["progress"])
+        if (state.get("config") or {}).get("model", {}).get("lora_rank"):
+            file = checkpoint / "adapter" / "adapter_model.safetensors"
+            file.stat()
         file = checkpoint / "config.json"
         json.loads(file.read_text(encoding="utf-8"))
         file = checkpoint / "*.safetensors"
@@ -188,7 +192,8 @@ def rows(checkpoint: Path) -> dict[str, str] | None:
 def compare(checkpoint: Path) -> None:
     """Read all of it, gigabytes, and compare with what was written. Raises Damaged."""
     try:
-        checksums.check(checkpoint)
+        if not checksums.check(checkpoint):
+            log.warning("%s has no %s: whether it is what was written cannot be told", checkpoint, checksums.NAME)
     except (OSError, ValueError) as error:
         raise Damaged(checkpoint, str(error)) from error
 

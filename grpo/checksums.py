@@ -5,6 +5,7 @@ have changed are still weights. So a checkpoint is compared with its record befo
 """
 
 import hashlib
+import re
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,21 +36,31 @@ class Sums:
         return target
 
 
-def check(folder: Path, *, but: Collection[str] = ()) -> None:
-    """Compare every file of the record, `but` these. A folder without one passes: earlier versions wrote none.
+def check(folder: Path, *, but: Collection[str] = ()) -> bool:
+    """Compare every file of a folder with its record, `but` these. False where there is none, as of earlier versions.
 
-    Raises ValueError that names the first file that has changed, OSError for one that is not there or cannot be read.
+    Raises ValueError that names the first file that has changed or is not recorded, or a record that is not whole;
+    OSError for a file that is not there or cannot be read.
     """
     try:
         lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        return
-    recorded = {name: value for value, _, name in (line.partition("  ") for line in lines) if name and name not in but}
+        return False
+    recorded: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not (match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)):
+            raise ValueError(f"line {number} of {NAME} cannot be read")
+        recorded[match[2]] = match[1]
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    for name in sorted(there - recorded.keys() - {NAME, *but}):
+        raise ValueError(f"{name} is not in {NAME}")
+    recorded = {name: value for name, value in recorded.items() if name not in but}
     with ThreadPoolExecutor(4, thread_name_prefix="checksums") as pool:
         sums = pool.map(_sha256, (folder / name for name in recorded))
         for (name, value), found in zip(recorded.items(), sums, strict=True):
             if found != value:
                 raise ValueError(f"{name} is not what was written (its checksum in {NAME} is another)")
+    return True
 
 
 def _sha256(file: Path) -> str:

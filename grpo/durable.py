@@ -1,5 +1,6 @@
 """Files that are whole whenever we are killed, and on the disk when that matters."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -11,12 +12,17 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     durable: also wait for the disk, so that it outlives the machine; without, it outlives the process.
     """
     aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # half of it is of no use, and has taken room
+            aside.unlink()
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def flush(path: Path) -> None:

@@ -25,6 +25,7 @@ PROBES, PROMPT_TOKENS, PROBE_TOKENS = 8, 24, 2
 class Prover:
     """policy, loader: whose logprobs are compared. urls: every server is asked. temperature: the rollouts' own.
 
+    context: tokens that a server takes, prompt and completion: a run launches them with room for its own alone.
     vocab: ids below it are drawn (a head may have more rows than the tokenizer has tokens, which a server refuses).
     dtype: of the servers; it decides what counts as equal. suspects: which weights of a server are off, for the error.
     """
@@ -32,6 +33,7 @@ class Prover:
     policy: Policy
     loader: Loader
     urls: list[str]
+    context: int
     vocab: int
     temperature: float
     dtype: str
@@ -71,6 +73,6 @@ class Prover:
     def _prompts(self, version: int) -> list[Prompt]:
         """Random ids: every layer and every position takes part. New ones each time: a cache cannot answer for us."""
         draw = random.Random(f"{self.seed}/{version}")
-        length = max(1, min(PROMPT_TOKENS, self.policy.context - PROBE_TOKENS))
+        length = max(1, min(PROMPT_TOKENS, min(self.context, self.policy.context) - PROBE_TOKENS))
         vocab = min(self.vocab, self.policy.vocab_size)
         return [Prompt(-1, "probe", "", [draw.randrange(vocab) for _ in range(length)], {}) for _ in range(PROBES)]

@@ -142,7 +142,18 @@ def loop(
             folder=folder,
         )
         stack.callback(weights.close)
-        prove = Prover(policy, loader, urls, policy.vocab_size, temperature, "float32", seed, timeout, weights.suspects)
+        prove = Prover(
+            policy,
+            loader,
+            urls,
+            policy.context,
+            policy.vocab_size,
+            temperature,
+            "float32",
+            seed,
+            timeout,
+            weights.suspects,
+        )
         revival = Revival(
             servers=servers or Servers([], urls),
             client=client,

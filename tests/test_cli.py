@@ -290,6 +290,13 @@ def test_a_killed_run_goes_on_with_its_settings_and_every_completion_once(tmp_pa
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_000004", "step_000006"]
 
 
+def test_a_server_needs_no_more_room_than_the_run(tiny_dir: Path, tmp_path: Path) -> None:
+    """As it is launched: for data.max_prompt_tokens + data.max_tokens. A probe of the sync is no longer than that."""
+    with FakeServer(tiny_dir, max_model_len=16 + 6) as server:
+        ended = command.run(*command.small(server), "train.steps=1", "hydra.run.dir=run", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_resume_that_other_rows_refuse_loses_nothing_and_keeps_nothing(server: FakeServer, tmp_path: Path) -> None:
     """Neither the steps after the checkpoint nor the state, and the next resume has the run's own settings."""
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n}", "answer": f"{n}"} for n in range(40)])

@@ -142,9 +142,10 @@ def test_versions_must_cover_each_token_once_and_in_order(spans: list[tuple[int,
         Fault("generate", drop=True, times=1),
         Fault("generate", cut=0.5, times=1),
         Fault("generate", raw=b"{not json", times=1),
+        Fault("generate", raw=b"[" * 200_000, times=1),
         Fault("generate", edit=finish("abort"), times=1),
     ],
-    ids=["500", "503 twice", "dropped", "cut in the middle", "malformed", "aborted"],
+    ids=["500", "503 twice", "dropped", "cut in the middle", "malformed", "nested", "aborted"],
 )
 def test_a_transient_failure_is_tried_again_with_the_same_seed(server: FakeServer, fault: Fault) -> None:
     sync(server)

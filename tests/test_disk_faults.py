@@ -5,17 +5,20 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_server import FakeServer
 from loop import loop
 
 from grpo import checkpoint, checksums, record
 from grpo.checkpoint_folder import complete
 from grpo.claim import check_rows, fingerprints
+from grpo.durable import write_atomic
 from grpo.preflight import check_bytes
 from grpo.record import FILES, Recorder
 from grpo.token_record import TokenRecorder
@@ -233,6 +236,67 @@ def test_weights_that_have_changed_on_the_disk_are_not_begun_with(saved: Path) -
         check_bytes(str(folder))
 
 
-def test_a_record_of_another_kind_is_no_record_of_ours(tmp_path: Path) -> None:
+def test_a_record_of_another_model_is_no_record_of_ours(tmp_path: Path) -> None:
     (tmp_path / checksums.NAME).write_text("# of a download\n0123 *other.bin\n\n")
-    checksums.check(tmp_path)
+    check_bytes(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (lambda text: "", "config.json is not in SHA256SUMS"),
+        (lambda text: text[:120], "line 2 of SHA256SUMS cannot be read"),
+        (lambda text: text.replace("model.safetensors", "model.safetensor_"), "model.safetensors is not in SHA256SUMS"),
+        (lambda text: text + "\n", r"line \d+ of SHA256SUMS cannot be read"),
+        (lambda text: text.replace("  ", " *"), None),  # as `sha256sum --binary` writes it
+    ],
+)
+def test_a_record_that_is_not_whole_is_damage_too(saved: Path, record: Callable[[str], str], why: str | None) -> None:
+    """Else the file that it does not name could be anything."""
+    folder = saved / "checkpoints" / "step_000002"
+    (folder / checksums.NAME).write_text(record((folder / checksums.NAME).read_text()))
+    if why is None:
+        checkpoint.compare(folder)
+        return
+    with pytest.raises(checkpoint.Damaged, match=rf"step_000002: {why}"):
+        checkpoint.compare(folder)
+    assert checkpoint.find_whole(saved)[0].name == "step_000001"
+
+
+def test_without_a_record_it_is_said_that_nothing_was_compared(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = saved / "checkpoints" / "step_000002"
+    (folder / checksums.NAME).unlink()
+    assert checkpoint.find_whole(saved)[0] == folder
+    assert f"{folder} has no SHA256SUMS" in caplog.text
+
+
+def test_a_lora_checkpoint_without_its_adapter_is_damaged(saved: Path) -> None:
+    folder = saved / "checkpoints" / "step_000002"
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    state["config"] = {"model": {"lora_rank": 4}}
+    torch.save(state, folder / "trainer.pt")
+    with pytest.raises(checkpoint.Damaged, match=r"step_000002: adapter_model\.safetensors cannot be read"):
+        checkpoint.inspect(folder)
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_told(saved: Path, tiny_dir: Path) -> None:
+    """It was taken for the checkpoint, and none was written."""
+    folder = saved / "checkpoints" / "step_000002"
+    shutil.rmtree(folder)
+    folder.touch()
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, saved, steps=2, zero_variance="keep", checkpoint_every=1) as trainer,
+        pytest.raises(OSError, match="step_000002"),
+    ):
+        trainer.run()
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'config.yaml'}'"):
+        write_atomic(tmp_path / "config.yaml", "text")
+    assert list(tmp_path.iterdir()) == []

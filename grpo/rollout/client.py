@@ -140,7 +140,7 @@ class Client:
             raise TransientError(f"{where}: {type(error).__name__}: {error}") from error
         try:
             return json.loads(answer) if answer.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the other one: nested without end
             raise TransientError(f"{where}: the answer is not JSON: {bytes(answer[:BODY_SHOWN])!r}") from error
 
     async def generate(
