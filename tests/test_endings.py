@@ -55,6 +55,78 @@ def test_a_failed_sync_resumes_the_server_over_a_connection_that_breaks(tiny_dir
         assert not server.engine.paused
 
 
+CALLS = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache", "resume"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["unread", "obeyed"])
+@pytest.mark.parametrize("name", [*CALLS, "weight_info"])
+def test_a_connection_that_breaks_in_a_sync_costs_nothing_but_time(
+    tiny_dir: Path, tmp_path: Path, name: str, late: bool
+) -> None:
+    """A server that stood still for some seconds closes connections with calls on them, obeyed or not."""
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3, verify_every=1) as trainer:
+        broken = server.add_fault(Fault(name, drop=True, late=late, after=2, times=1))
+        trainer.run()
+        assert broken.hits == 1
+        assert server.engine.version == "3"
+        assert not server.engine.paused
+        assert not trainer.weights.broken_off
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["sync/probe_max"] < 1e-3 for line in lines)
+    assert all(0 < line["sync/paused_s"] <= line["sync/total_s"] for line in lines)
+    assert all(line["sync/export_s"] >= 0 for line in lines)
+
+
+def test_connections_that_break_again_and_again_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3) as trainer:
+        broken = server.add_fault(Fault("update_weights", drop=True, after=1))
+        with pytest.raises(ServerError, match="already active") as ending:  # it could not be closed either
+            trainer.run()
+        assert any("begun again before" in note and "update_weights: " in note for note in ending.value.__notes__)
+        assert broken.hits > 2
+        assert not server.engine.paused
+        assert server.engine.version == "0"
+
+
+def test_a_sync_is_begun_again_once(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3) as trainer:
+        broken = server.add_fault(Fault("finish_weight_update", drop=True, after=1, times=2))
+        with pytest.raises(ServerError, match="finish_weight_update"):
+            trainer.run()
+        assert broken.hits == 2
+        assert not server.engine.paused
+
+
+def test_an_answer_without_sense_is_an_answer(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3) as trainer:
+        nonsense = server.add_fault(Fault("update_weights", raw=b"<html>", after=1, times=1))
+        with pytest.raises(ServerError, match="the answer is not JSON"):
+            trainer.run()
+        assert nonsense.hits == 1
+        assert not server.engine.paused
+
+
+def test_a_pause_is_counted_from_its_first_beginning(tiny_dir: Path, tmp_path: Path) -> None:
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=1) as trainer:
+        server.add_fault(Fault("update_weights", drop=True, delay=0.4, after=1, times=1))
+        trainer.run()
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["sync/paused_s"] > 0.4
+
+
+def test_weights_that_cannot_be_sent_twice_are_sent_once(tiny_dir: Path, tmp_path: Path) -> None:
+    """Half a collective waits for its other half."""
+    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3) as trainer:
+        trainer.weights.weights.repeatable = False  # type: ignore[attr-defined]
+        server.add_fault(Fault("pause", drop=True, after=1, times=1))
+        server.add_fault(Fault("finish_weight_update", drop=True, after=2, times=1))
+        with pytest.raises(ServerError, match="finish_weight_update"):
+            trainer.run()
+        assert trainer.version == 2
+        assert server.calls.count("update_weights") >= 3
+
+
 def test_an_update_left_open_is_closed_over_a_connection_that_breaks(tiny_dir: Path, tmp_path: Path) -> None:
     with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=1) as trainer:
         assert call(server.url, "/start_weight_update")[0] == 200

@@ -9,6 +9,10 @@ server has confirmed the version; until then the trainer goes by the old one.
 A server that fails because it is gone (`lost` says so) is left out, and the sync begins again with the others, which
 stay paused meanwhile: one that has the new weights and not yet their number must not sample.
 
+A connection that broke is no failure of the server: a stall of some seconds is enough, or a proxy between. A call that
+may be made twice is made once more; a backend that may send its weights twice (`repeatable`) begins once more. An
+answer, whatever it says, and a deadline are final.
+
 Why the caches are reset though the pause has cleared them: with `mode=keep` vLLM 0.32 documents `clear_cache` as
 ignored while its code obeys it, and a key-value cache that survives gives logprobs of a mixture of weights that no
 version has (off by 11 nat when it was tried). So it is asked for again, after the update, with
@@ -92,6 +96,7 @@ class WeightSync:
     """
 
     backend: str  # what the server is told at its start
+    repeatable = False  # whether a transfer that broke off may be made again: no collective waits for its other half
 
     def __init__(
         self, *, controls: list[Control], policy: Weights, dtype: "torch.dtype", pause: str, timeout: float
@@ -109,6 +114,7 @@ class WeightSync:
         self._known = list(controls)
         self._attached = False
         self.broken_off = False  # in a sync, or one has failed: what the servers hold is unknown
+        self._paused: float | None = None  # since when
         self._pool = ThreadPoolExecutor(max_workers=len(controls), thread_name_prefix="weight-sync")
 
     def attach(self) -> None:
@@ -154,13 +160,20 @@ class WeightSync:
         timings = SyncTimings(bytes=self.bytes)
         begin = time.monotonic()
         self.broken_off = True
+        self._paused = None
+        repeats = 1 if self.repeatable else 0
+        first: BaseException | None = None
         while True:
             try:
                 self._exchange(version, timings)
                 break
             except BaseException as error:
-                if not self._without_lost(error):
+                if first is not None:
+                    error.add_note(f"the sync was begun again before, because of: {first}")
+                if not self._begins_again(error, repeats):
                     raise
+                repeats -= connection_broke(error)
+                first = error
         self.cleanup(version)
         self.broken_off = False
         timings.total_s = time.monotonic() - begin
@@ -174,29 +187,32 @@ class WeightSync:
             self._attached = True
         self.phase = "export"
         self.prepare(version)
-        paused = time.monotonic()
-        timings.export_s = paused - begin
+        exported = time.monotonic()
+        timings.export_s = exported - begin
         mode = {"mode": self.pause, "clear_cache": "true"}
         self.phase = "pause"
-        self.everywhere(lambda c: c.post("/pause", params=mode, timeout=self.timeout))
-        timings.pause_s = time.monotonic() - paused
+        if self._paused is None:  # and not begun again, which leaves them paused
+            self._paused = exported
+        self.everywhere(lambda c: insist(lambda: c.post("/pause", params=mode, timeout=self.timeout)))
+        timings.pause_s = time.monotonic() - exported
         moved = time.monotonic()
         self.phase = "update"
         self.transfer(version)
         self.phase = "cache reset"
-        self.everywhere(self._reset_cache)
+        self.everywhere(lambda c: insist(lambda: self._reset_cache(c)))
         timings.update_s = time.monotonic() - moved
         resumed = time.monotonic()
         self.phase = "resume"
-        self.everywhere(lambda c: c.post("/resume", timeout=self.timeout))
+        self.everywhere(lambda c: insist(lambda: c.post("/resume", timeout=self.timeout)))
         timings.resume_s = time.monotonic() - resumed
-        timings.paused_s = time.monotonic() - paused
+        timings.paused_s = time.monotonic() - self._paused
         self.phase = "confirmation"
-        self.everywhere(lambda c: self._confirm(c, version))
+        self.everywhere(lambda c: insist(lambda: self._confirm(c, version)))
         self.phase = "none"
 
-    def _without_lost(self, error: BaseException) -> bool:
-        """After a failure: whether to begin again without the servers that are gone. If not, all others resume."""
+    def _begins_again(self, error: BaseException, repeats: int) -> bool:
+        """After a failure: whether to begin again, without servers that are gone, or with all of them where a
+        connection broke and `repeats` are left. If not, all resume."""
         gone: list[str] = []
         try:
             if isinstance(error, Exception):
@@ -205,10 +221,13 @@ class WeightSync:
             self._leave_running(death)
             raise death from error
         others = [c.url for c in self.controls if c.url not in gone]
-        if not gone or not others:
+        if not others or not (gone or (repeats > 0 and connection_broke(error))):
             self._leave_running(error)
             return False
-        log.warning("the sync begins again without %s", ", ".join(gone))
+        if gone:
+            log.warning("the sync begins again without %s", ", ".join(gone))
+        else:
+            log.warning("the sync begins again: %s", error)
         self.use(others)
         self.everywhere(self._close_update)
         return True
@@ -280,6 +299,13 @@ def insist(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except TransientError as error:
-        if error.__cause__ is None or isinstance(error.__cause__, TimeoutError):  # it was answered, or waited for
+        if not connection_broke(error):
             raise
         return call()
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Whether nothing is known of a call: it was neither answered, be it with nonsense, nor waited for to the end."""
+    cause = error.__cause__
+    known = (TimeoutError, ValueError, RecursionError)
+    return isinstance(error, TransientError) and cause is not None and not isinstance(cause, known)

@@ -37,6 +37,7 @@ class DiskSync(WeightSync):
     """folder: where; None takes memory where there is room for two versions, else `fallback` (the run folder)."""
 
     backend = BACKEND
+    repeatable = True
 
     def __init__(self, *, folder: str | None, fallback: Path, **common: Any) -> None:
         super().__init__(**common)
