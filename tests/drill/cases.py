@@ -100,6 +100,12 @@ def refused_sync(draw: Random) -> Case:
     return Case("sync refused", [Fault(draw.choice(CALLS), status=500, after=draw.randrange(3))], ends="failed")
 
 
+def broken_sync(draw: Random) -> Case:
+    """A connection breaks under a call of a sync, which the server has obeyed or not."""
+    fault = Fault(draw.choice(CALLS), drop=True, late=draw.random() < 0.5, after=draw.randrange(3), times=1)
+    return Case("connection broken in a sync", [fault])
+
+
 def hanging_sync(draw: Random) -> Case:
     return Case("sync that hangs", [Fault(draw.choice(CALLS), hang=True, after=draw.randrange(3))], ends="failed")
 
@@ -137,6 +143,7 @@ KINDS: list[Callable[[Random], Case]] = [
     death,
     death_for_good,
     refused_sync,
+    broken_sync,
     hanging_sync,
     lying_sync,
     full_disk,
