@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo import cli, distributed, preflight, sweep
-from grpo.claim import claim, discard, fingerprints, forget_after, task_overrides
+from grpo.claim import claim, discard, fingerprints, note_end, task_overrides
 from grpo.data.counts import dry_lines, lines
 from grpo.mask import masked
 from grpo.rollout import kept  # by its module: launchers pickle this file's globals for their jobs' processes
@@ -69,14 +70,16 @@ def main(cfg: DictConfig) -> float | None:
                 loaded = load_data(plan.data, plan.model_path, cfg.seed, resume, forced=cfg.resume_force)
             signals = stack.enter_context(Signals())
             signals.deferred = True  # until there is a record of how it ended
-            stack.enter_context(claim(folder, cfg, hydra_cfg, resume, again=in_sweep))
+            go_on = stack.enter_context(claim(folder, cfg, hydra_cfg, resume, again=in_sweep))
+            if resume is None:
+                signals.last_words = lambda signum: note_end(folder, Interrupted(signum))
         except ValueError as error:
             if in_sweep:  # the sweep goes on with its other jobs
                 raise sweep.refuse(folder, cfg, hydra_cfg, error) from error
             discard(folder)
             print(f"error: {cli.explain(error)}", file=sys.stderr)
             sys.exit(2)
-        return run(plan, cfg, folder, task_overrides(hydra_cfg), signals, resume, loaded)
+        return run(plan, cfg, folder, task_overrides(hydra_cfg), signals, resume, loaded, go_on)
 
 
 def run(
@@ -87,9 +90,14 @@ def run(
     signals: Signals,
     resume: Path | None = None,
     loaded: "tuple[Any, LoadedData] | None" = None,
+    go_on: Callable[[], None] = lambda: None,
 ) -> float | None:
-    """Train, and record the ending: finished, failed or interrupted. signals: entered and deferred. loaded: data."""
+    """Train, and record the ending: finished, failed or interrupted.
+
+    signals: entered and deferred. resume: with the data as `loaded`, and what is done when the run does go on.
+    """
     from grpo import report
+    from grpo.evaluate import Evaluation
     from grpo.record import Recorder, environment
     from grpo.rollout.errors import ServerError
     from grpo.summary import print_table, summarize
@@ -125,9 +133,13 @@ def run(
                     with distributed.explained():
                         trainer = make(plan, config, folder, recorder, signals, stack, resume, loaded)
                         signals.deferred = not plan.evaluating  # which has no step to finish
-                        if resume is not None:  # nothing refuses it any more
-                            forget_after(resume)
-                            recorder.cut_back()
+                        if resume is not None and not isinstance(trainer, Evaluation):
+
+                            def goes_on() -> None:
+                                go_on()
+                                recorder.cut_back()
+
+                            trainer.goes_on = goes_on
                         with watchdog_of(trainer, plan.train.watchdog):
                             reason = trainer.run()
                     state = "finished"

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from grpo import checksums
 from grpo.checkpoint_folder import complete
@@ -63,7 +64,7 @@ class Checkpoints:
         self.written, self.seconds, self.bytes = 0, 0.0, 0
 
     def save(self, policy: Policy, optimizer: Optimizer, progress: Progress) -> dict[str, float]:
-        """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. OSError when the disk is full."""
+        """Write `step_<n>`; returns `checkpoint/seconds` and `checkpoint/bytes`. OSError when it cannot be written."""
         started = time.monotonic()
         target = self.folder / f"step_{progress.step:06d}"
         if target.is_dir():  # written by the run that was resumed from it
@@ -76,7 +77,6 @@ class Checkpoints:
         for left in self.folder.glob(".step_*.tmp"):  # by a run that was killed while it wrote, or a full disk
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir()
-        policy.save(aside)
         state = {
             "progress": asdict(progress),
             "optimizer": optimizer.state_dict(),
@@ -84,7 +84,14 @@ class Checkpoints:
             "config": self.config,
             "data": self.data,
         }
-        torch.save(state, aside / "trainer.pt")
+        try:
+            policy.save(aside)
+            torch.save(state, aside / "trainer.pt")
+        except Exception as error:
+            shutil.rmtree(aside, ignore_errors=True)  # it takes room
+            if isinstance(error, OSError) or not _of_the_disk(error):
+                raise
+            raise OSError(f"{target}: cannot be written, the disk or a quota is full: {error}") from error
         files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
         sums = checksums.Sums(aside)
         for path in files:
@@ -124,6 +131,11 @@ class Checkpoints:
                 remove_atomic(old)
             except OSError as error:  # the new one is whole all the same
                 log.warning("%s: cannot be removed (%s); the next checkpoint tries again", old, error)
+
+
+def _of_the_disk(error: Exception) -> bool:
+    """Whether safetensors or torch could not write: neither raises an OSError."""
+    return isinstance(error, SafetensorError) or "inline_container" in str(error) or "PytorchStreamWriter" in str(error)
 
 
 def find(path: Path) -> Path:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "SHA256SUMS"
+READ = (".safetensors", ".pt", ".bin", ".json")  # what a loader may read; other files beside them do not matter
 
 
 class Sums:
@@ -51,9 +52,10 @@ def check(folder: Path, *, but: Collection[str] = ()) -> bool:
         if not (match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)):
             raise ValueError(f"line {number} of {NAME} cannot be read")
         recorded[match[2]] = match[1]
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    for name in sorted(there - recorded.keys() - {NAME, *but}):
-        raise ValueError(f"{name} is not in {NAME}")
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in READ}
+    for name in sorted(there - recorded.keys() - set(but)):
+        if not name.startswith("."):
+            raise ValueError(f"{name} is not in {NAME}")
     recorded = {name: value for name, value in recorded.items() if name not in but}
     with ThreadPoolExecutor(4, thread_name_prefix="checksums") as pool:
         sums = pool.map(_sha256, (folder / name for name in recorded))

@@ -3,8 +3,9 @@
 - a refused command leaves nothing behind, and nothing of an older run is touched before it is sure that it may be;
 - a folder holds one run. It is continued only on request (resume, or the same job of a sweep), only with the settings
   that its data depends on, and never by two processes at once;
-- what is continued has one timeline: what came after the checkpoint is gone (`forget_after`), once the run stands and
-  nothing can refuse it any more.
+- what is continued has one timeline: what came after the checkpoint is gone. Not at once: `claim` gives a function that
+  does it, and writes the settings down, for when the servers hold the weights and the run does go on. One that is
+  refused before, fails or is killed leaves the folder as it was.
 
 So `.hydra/` is written here, in place of by Hydra, which would write it before anything is checked (conf/config.yaml
 turns that off).
@@ -12,10 +13,11 @@ turns that off).
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,11 @@ YOUNGER = {"model.lora_rank": 0, "model.lora_alpha": 32.0, "model.lora_targets":
 
 
 @contextlib.contextmanager
-def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | None, *, again: bool) -> Iterator[None]:
-    """The folder is ours inside the `with` block. Raises ValueError when it cannot be.
+def claim(
+    folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | None, *, again: bool
+) -> Iterator[Callable[[], None]]:
+    """The folder is ours inside the `with` block. Raises ValueError when it cannot be. Gives what a resume does when it
+    goes on.
 
     checkpoint: one of this folder, to go on from. again: without a checkpoint, begin the folder's job anew (sweeps).
     """
@@ -71,8 +76,15 @@ def claim(folder: Path, cfg: DictConfig, hydra: HydraConf, checkpoint: Path | No
             clear(folder / "checkpoints")
         else:
             _begin(folder)
-        save_config(folder, cfg, hydra)
-        yield
+
+        def go_on() -> None:
+            if checkpoint is not None:
+                forget_after(checkpoint)
+                save_config(folder, cfg, hydra)
+
+        if checkpoint is None:
+            save_config(folder, cfg, hydra)
+        yield go_on
 
 
 def save_config(folder: Path, cfg: DictConfig, hydra: HydraConf) -> None:
@@ -143,7 +155,7 @@ def forget_after(checkpoint: Path) -> None:
     later = [path for path in complete(checkpoint.parent) if path.name > checkpoint.name]
     if later:  # before they go, so that it names one that is there
         write_atomic(checkpoint.parent / "latest", checkpoint.name + "\n")
-    for path in later:
+    for path in reversed(later):  # so that what a kill leaves is a timeline
         try:
             inspect(path)
             compare(path)
@@ -153,6 +165,13 @@ def forget_after(checkpoint: Path) -> None:
         else:
             log.warning("resuming from %s: %s, of a later step, is removed", checkpoint.name, path.name)
             remove_atomic(path)
+
+
+def note_end(folder: Path, ending: BaseException) -> None:
+    """The state of a claimed folder whose run ends before it has a record."""
+    with contextlib.suppress(OSError):
+        text = json.dumps({"state": "interrupted", "error": {"type": type(ending).__name__, "message": str(ending)}})
+        write_atomic(folder / "status.json", text + "\n", durable=False)
 
 
 def discard(folder: Path) -> None:
@@ -188,6 +207,10 @@ def _begin(folder: Path) -> None:
         with (folder / "status.json").open("x", encoding="utf-8") as file:
             file.write('{"state": "running"}\n')  # the recorder's are to come
     except FileExistsError:
+        left = (folder / "status.json").read_text(encoding="utf-8")
+        ours = '"state"' in left and '"step"' not in left
+        if ours and not (folder / ".hydra" / "overrides.yaml").exists():
+            return  # claimed by one that was killed there and then
         raise ValueError(
             f"hydra.run.dir={folder}: holds a run already; go on with it (resume={folder}), or choose another folder"
         ) from None

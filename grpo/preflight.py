@@ -267,7 +267,8 @@ def check_bytes(path: str) -> None:
         if record.is_file() and state in record.read_text(encoding="utf-8"):  # else it is another model's own
             checksums.check(Path(path), but=(state,))
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={path}: the checkpoint is damaged: {error}") from error
+        meant = f"; if it was changed on purpose, remove {record.name} there"
+        raise ValueError(f"model.path={path}: the checkpoint is damaged: {error}{meant}") from error
 
 
 def resolve_model(path: str, root: Path) -> str:

@@ -78,8 +78,8 @@ def jsonable(value: Any) -> Any:
 class Recorder:
     """Writes one run folder. Called from the trainer's thread only; `cut_short` while that waits for it.
 
-    steps: how many steps the run will make. resumed_at: the last step that a resumed run has made; `cut_back` then
-    comes before the first line.
+    steps: how many steps the run will make. resumed_at: the last step that a resumed run has made. Until `cut_back`
+    such a run has not gone on, and nothing is written: status and summary are those of the run before.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Recorder:
         self.tokens: token_record.TokenRecorder | None = None  # train.record_tokens
         self._mirror_failed = False
         self.resumed_at = resumed_at
+        self._waits = resumed_at is not None
         self._seconds_before = 0.0  # of the runs that this one resumes
         self.first_evals: dict[str, dict[str, Any]] = {}  # by name; of a resumed run, where it began
         self.started = time.monotonic()
@@ -175,22 +176,37 @@ class Recorder:
         self.write_status()
 
     def write_status(self, *, durable: bool = True) -> None:
+        if self._waits:
+            return
         text = json.dumps(jsonable(self.status), indent=1) + "\n"
         write_atomic(self.folder / "status.json", text, durable=durable)
 
     def finish(self, state: str, summary: dict[str, Any], error: BaseException | None = None) -> None:
         """state: finished, failed or interrupted. Written in every ending that lets us write: on a full disk what
         there is room for, at least the state."""
-        self.status.update(state=state, ended=now(), error=describe(error) if error is not None else None)
+        ending = {"state": state, "ended": now(), "error": describe(error) if error is not None else None}
+        self.status.update(ending)
         try:
+            if self._waits:
+                self._end_the_run_before(ending)
+                return
             self.write_status()
             write_atomic(self.folder / "summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
         except OSError as full:
             print(f"error: the ending cannot be written in full: {full}", file=sys.stderr)
             with contextlib.suppress(OSError):
                 self._write_status_in_place()
-        self._mirrored("close", state, summary)
-        self.close()
+        finally:
+            self._mirrored("close", state, summary)
+            self.close()
+
+    def _end_the_run_before(self, ending: dict[str, Any]) -> None:
+        """A resume has ended before it went on. What it found is true, unless it was killed and seems to run."""
+        path = self.folder / "status.json"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before.get("state") == "running":
+                write_atomic(path, json.dumps(jsonable({**before, **ending}), indent=1) + "\n")
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk: a checkpoint that outlives the machine must not be ahead."""
@@ -201,9 +217,13 @@ class Recorder:
 
     def cut_short(self, ending: BaseException) -> None:
         """The state of a run that ends at once, without `finish`. Nothing may run after it but the exit."""
-        if self.status["state"] == "running":
-            self.status.update(state="interrupted", ended=now(), error=describe(ending))
+        ended = {"state": "interrupted", "ended": now(), "error": describe(ending)}
         with contextlib.suppress(OSError):
+            if self._waits:
+                self._end_the_run_before(ended)
+                return
+            if self.status["state"] == "running":
+                self.status.update(ended)
             self.write_status(durable=False)
 
     def close(self) -> None:
@@ -258,6 +278,7 @@ class Recorder:
         assert step is not None, "not resumed"
         self.close()
         token_record.cut_back(self.folder, step)
+        evaluated_again = step == self.status["steps"]  # the last evaluation, which comes before the last checkpoint
         for name in FILES:
             path = self.folder / name
             if not path.exists():
@@ -266,7 +287,7 @@ class Recorder:
             for raw in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that is none of ours
                     line = json.loads(raw)
-                    if line["step"] <= step:
+                    if line["step"] < step + (not (evaluated_again and name.startswith("eval"))):
                         kept.append(raw)
                         if name == "evals.jsonl":
                             self.first_evals.setdefault(line["name"], line)
@@ -274,6 +295,8 @@ class Recorder:
                             self._seconds_before = float(line.get("time/elapsed_s") or 0.0)
             write_atomic(path, "".join(line + "\n" for line in kept))
         self._open()
+        self._waits = False
+        self.write_status()
 
 
 def turns(completion: Completion) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Trainer:
 
     steps: the last step. groups_per_step: groups consumed by one step. prove: compares the servers' logprobs with the
     trainer's (law 8), every `verify_every` syncs and at the first. wait_timeout: seconds without a single finished
-    group that end the run. signals: `check` raises when one has come; looked at between steps.
+    group that end the run. goes_on: called when the servers hold the first weights, proven. signals: `check` raises
+    when one has come; looked at between steps.
     """
 
     step_fn: TrainStep
@@ -66,6 +67,7 @@ class Trainer:
     checkpoint_every: int
     verify_every: int
     wait_timeout: float
+    goes_on: Callable[[], None] = lambda: None
     step: int = 0
     version: int = 0
     groups: int = 0
@@ -89,6 +91,7 @@ class Trainer:
         self.recorded = self.step
         self.version = self.step  # one sync a step: after a resume the count goes on where it was
         self._sync(first=True)
+        self.goes_on()
         if self.step == 0:
             self._evaluate()
         totals = self.ledger.totals()

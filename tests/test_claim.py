@@ -1,7 +1,9 @@
 """A run folder holds one run, held by one process, and what may not be continued is not touched."""
 
+import json
 import logging
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo import checksums
 from grpo.checkpoint_folder import complete
-from grpo.claim import claim, differences, discard, forget_after, task_overrides
+from grpo.claim import claim, differences, discard, forget_after, note_end, task_overrides
+from grpo.signals import Interrupted
 
 
 def config(*overrides: str) -> tuple[DictConfig, HydraConf]:
@@ -128,8 +131,8 @@ def test_a_run_older_than_a_key_goes_on(tmp_path: Path) -> None:
     folder = begun(tmp_path / "run", checkpoints=(1,))
     file = folder / ".hydra" / "config.yaml"
     file.write_text("".join(line for line in file.read_text().splitlines(True) if "lora_" not in line))
-    with claim(folder, *config(), folder / "checkpoints" / "step_000001", again=False):
-        pass
+    with claim(folder, *config(), folder / "checkpoints" / "step_000001", again=False) as go_on:
+        go_on()
     assert "lora_rank: 0" in file.read_text()
 
 
@@ -149,8 +152,10 @@ def test_a_run_older_than_lora_went_without(tmp_path: Path, override: str) -> No
 def test_other_settings_may_change_and_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = begun(tmp_path / "run", "train.steps=4", "model.lr=1e-4", checkpoints=(2,))
     changed = config("train.steps=9", "model.lr=1e-5", "rollout.urls=['http://a:1']", "resume=/x")
-    with caplog.at_level(logging.WARNING), claim(folder, *changed, folder / "checkpoints/step_000002", again=False):
-        pass
+    checkpoint = folder / "checkpoints/step_000002"
+    with caplog.at_level(logging.WARNING), claim(folder, *changed, checkpoint, again=False) as go_on:
+        assert OmegaConf.load(folder / ".hydra" / "config.yaml").train.steps == 4, "the run may still be refused"
+        go_on()
     assert [record.getMessage() for record in caplog.records] == [
         "resumed with another setting: train.steps: 4 before, 9 now",
         "resumed with another setting: model.lr: 0.0001 before, 1e-05 now",
@@ -162,9 +167,9 @@ def test_other_settings_may_change_and_are_logged(tmp_path: Path, caplog: pytest
 def test_checkpoints_after_the_one_that_is_resumed_are_of_another_timeline(tmp_path: Path) -> None:
     folder = begun(tmp_path / "run", checkpoints=(2, 4, 6)) / "checkpoints"
     (folder / "latest").write_text("step_000006\n")
-    with claim(folder.parent, *config(), folder / "step_000004", again=False):
+    with claim(folder.parent, *config(), folder / "step_000004", again=False) as go_on:
         assert len(complete(folder)) == 3, "the run may still be refused"
-        forget_after(folder / "step_000004")
+        go_on()
         assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004"]
         assert (folder / "latest").read_text() == "step_000004\n"
 
@@ -225,10 +230,10 @@ def test_who_is_killed_while_checkpoints_go_leaves_whole_ones_and_a_true_latest(
             raise InterruptedError(path.name)
 
     monkeypatch.setattr("shutil.rmtree", killed)
-    with pytest.raises(InterruptedError, match=r"^\.step_000004\.tmp$"):
+    with pytest.raises(InterruptedError, match=r"^\.step_000006\.tmp$"):
         forget_after(folder / "step_000002")
     assert (folder / "latest").read_text() == "step_000002\n"
-    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000006"]
+    assert complete(folder) == [folder / "step_000002", folder / "step_000004"]  # a timeline, without a hole
 
 
 def test_a_resume_that_finds_the_disk_full_leaves_the_configuration_as_it_was(
@@ -244,9 +249,9 @@ def test_a_resume_that_finds_the_disk_full_leaves_the_configuration_as_it_was(
     checkpoint = folder / "checkpoints" / "step_000002"
     with (
         pytest.raises(OSError, match="No space left"),
-        claim(folder, *config("model.lr=1e-5"), checkpoint, again=False),
+        claim(folder, *config("model.lr=1e-5"), checkpoint, again=False) as go_on,
     ):
-        pytest.fail("it was claimed")
+        go_on()
     assert {name: content for name, content in contents(folder / ".hydra").items() if ".tmp" not in name} == before
 
 
@@ -258,6 +263,22 @@ def test_a_job_begun_again_starts_from_nothing(tmp_path: Path) -> None:
     with claim(folder, *config(), None, again=True):
         assert sorted(p.name for p in folder.iterdir()) == [".hydra", "run.log", "status.json"]
         assert (folder / "run.log").read_text() == "why it failed\n"
+
+
+def test_a_folder_whose_run_was_killed_while_it_claimed_it_can_be_had(tmp_path: Path) -> None:
+    """It holds no settings to go on with, and nothing else."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text('{"state": "running"}\n')
+    with claim(tmp_path / "run", *config(), None, again=False):
+        pass
+    with pytest.raises(ValueError, match="holds a run already"), claim(tmp_path / "run", *config(), None, again=False):
+        pytest.fail("it was claimed")
+
+
+def test_an_end_before_there_is_a_record_is_noted(tmp_path: Path) -> None:
+    note_end(tmp_path, Interrupted(signal.SIGINT))
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["error"]["message"]) == ("interrupted", "ended by SIGINT")
 
 
 def test_differences_are_of_what_is_computed(tmp_path: Path) -> None:

@@ -316,6 +316,14 @@ def test_a_resume_that_other_rows_refuse_loses_nothing_and_keeps_nothing(server:
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
     assert "are not those that the run began with" in refused.stderr
     assert {path: path.read_bytes() for path in before} == before
+    # Nor does a server that cannot take the weights: by then everything is loaded.
+    server.add_fault(Fault("update_weights", status=500))
+    failed = command.run("resume=run/checkpoints/step_000001", "model.lr=1e-5", folder=tmp_path)
+    assert failed.returncode == 1, failed.stderr
+    assert {path: path.read_bytes() for path in before if path.suffix != ".html"} == {
+        path: content for path, content in before.items() if path.suffix != ".html"
+    }
+    server.clear_faults()
     ended = command.run("resume=run", "train.steps=3", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert [line["step"] for line in command.lines(run / "metrics.jsonl")] == [1, 2, 3]

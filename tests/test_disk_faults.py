@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -300,3 +301,47 @@ def test_a_full_disk_names_the_file_and_leaves_no_half(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'config.yaml'}'"):
         write_atomic(tmp_path / "config.yaml", "text")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", ["weights", "optimizer"])
+def test_a_checkpoint_that_finds_no_room_while_it_is_written_costs_the_checkpoint(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
+) -> None:
+    """A quota, or others who fill the disk meanwhile: neither safetensors nor torch raises an OSError then."""
+    save = checkpoint.Checkpoints.save
+    model = (tiny_dir / "model.safetensors").stat().st_size
+    room = 1000 if limit == "weights" else model + 20_000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self: Any, *args: Any) -> Any:
+        if args[2].step == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            return save(self, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", limited)
+    with (
+        FakeServer(tiny_dir) as server,
+        loop([server.url], tiny_dir, tmp_path, steps=2, zero_variance="keep", checkpoint_every=1) as trainer,
+    ):
+        trainer.run()
+    assert trainer.saves_failed == 1
+    assert "no checkpoint of step 1, the run goes on: " in caplog.text
+    assert "step_000001" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_000002"]
+
+
+@pytest.mark.parametrize(("name", "damage"), [(".DS_Store", False), ("README.md", False), ("more.safetensors", True)])
+def test_a_file_beside_those_of_a_checkpoint_matters_where_it_may_be_read(saved: Path, name: str, damage: bool) -> None:
+    folder = saved / "checkpoints" / "step_000002"
+    (folder / name).write_text("{}")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "meta.json").write_text("{}")
+    if damage:
+        with pytest.raises(checkpoint.Damaged, match=f"{name} is not in SHA256SUMS"):
+            checkpoint.compare(folder)
+    else:
+        checkpoint.compare(folder)
+        check_bytes(str(folder))

@@ -160,8 +160,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable
     return end
 
 
+@pytest.mark.parametrize("before", ["finished", "running"])
 def test_a_resume_that_fails_before_it_goes_on_has_forgotten_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     """A model that cannot be loaded, a server that does not start: the steps after the checkpoint are still there."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
@@ -175,13 +176,21 @@ def test_a_resume_that_fails_before_it_goes_on_has_forgotten_nothing(
     for step in (1, 2):
         readable(tmp_path / "checkpoints" / f"step_{step:06d}", step)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "status.json").write_text(json.dumps({"state": before, "step": 2, "name": "first"}))
+    (tmp_path / "summary.json").write_text('{"objective": 0.5}')
     plan: Any = SimpleNamespace(train=SimpleNamespace(steps=3), mirror=NoMirror(), evaluating=False)
     cfg = OmegaConf.create({"name": "n", "seed": 0})
     with pytest.raises(SystemExit), Signals() as signals:
         run.run(plan, cfg, tmp_path, [], signals, tmp_path / "checkpoints" / "step_000001")
     assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_000001", "step_000002"]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+    assert (tmp_path / "summary.json").read_text() == '{"objective": 0.5}'
+    status = json.loads((tmp_path / "status.json").read_text())
+    if before == "finished":
+        assert status == {"state": "finished", "step": 2, "name": "first"}
+    else:  # it was killed, and would seem to run
+        assert (status["state"], status["step"], status["name"]) == ("failed", 2, "first")
+        assert status["error"]["message"] == "no server"
 
 
 def test_a_signal_before_there_is_a_record_ends_the_run_as_interrupted(

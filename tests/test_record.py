@@ -88,11 +88,28 @@ def test_a_resumed_run_cuts_what_the_killed_one_wrote_after_its_checkpoint(
     first.evaluation({"step": 2, "name": "held_out", "reward": 0.5}, [])
     second = recorders(tmp_path, steps=9, resumed_at=2)
     assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 7, "nothing is cut before it is sure to go on"
+    second.update_status(model="x")
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 3, "nor is anything else written"
     second.cut_back()
     assert second.first_evals["held_out"]["reward"] == 0.3
     second.metrics({"step": 3})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert second.elapsed_s >= 20.0
+
+
+@pytest.mark.parametrize(("steps", "left"), [(4, [0]), (5, [0, 4])])
+def test_the_last_evaluation_is_made_again_after_a_resume_at_the_last_step(
+    tmp_path: Path, recorders: Recorders, steps: int, left: list[int]
+) -> None:
+    """And is there once: it comes before the last checkpoint. Of any other checkpoint it is not made again."""
+    first = recorders(tmp_path, steps=4)
+    first.metrics({"step": 4})
+    for step in (0, 4):
+        first.evaluation({"step": step, "name": "held_out", "reward": 0.3}, [])
+    first.close()
+    recorders(tmp_path, steps=steps, resumed_at=4).cut_back()
+    assert [line["step"] for line in lines(tmp_path / "evals.jsonl")] == left
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [4]
 
 
 def test_an_atomic_write_leaves_no_half_file(tmp_path: Path) -> None:

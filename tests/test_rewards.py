@@ -219,6 +219,7 @@ def test_values_are_of_the_groups_asked_for_and_calls_of_all_since_the_last_look
     ("spec", "message"),
     [
         ("exact", r"data.reward=exact: choose one of environment, exact_match, .*, or file.py:function"),
+        ([{"kind": "exact_match", "name": "std"}], "data.reward: a reward is called 'std', as a metric of all"),
         ([], r"data.reward=\[\]: expected a reward's name"),
         ({"kind": "length"}, r"write a list: data.reward=\[\{kind"),
         ([{"name": "x"}], r"is no reward; expected a name or \{kind"),

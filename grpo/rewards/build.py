@@ -46,6 +46,10 @@ def build_rewards(spec: Any, *, max_tokens: int) -> list[tuple[Reward, float]]:
     weighted = [_build(entry, max_tokens) for entry in entries]
     names = [reward.name for reward, _ in weighted]
     for name in names:
+        if name in ("mean", "std"):
+            raise ValueError(
+                f"data.reward: a reward is called {name!r}, as a metric of all of them is; give it a `name`"
+            )
         if names.count(name) > 1:
             raise ValueError(f"data.reward: {names.count(name)} rewards are called {name!r}; give them a `name`")
     return weighted

@@ -65,7 +65,13 @@ class DiskSync(WeightSync):
             )
         aside = self._file(version).with_suffix(".tmp")
         shapes = {name: list(weight.shape) for name, weight in self.policy.named_weights()}
-        write_safetensors(aside, shapes, str(self.dtype).removeprefix("torch."), self.policy.named_weights(self.dtype))
+        try:
+            write_safetensors(
+                aside, shapes, str(self.dtype).removeprefix("torch."), self.policy.named_weights(self.dtype)
+            )
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise OSError(error.errno, f"sync.dir={self.folder.parent}: {error.strerror}", str(aside)) from error
         aside.rename(self._file(version))
 
     def transfer(self, version: int) -> None:
