@@ -194,8 +194,9 @@ class Recorder:
             write_atomic(self.folder / "summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
         except OSError as full:
             print(f"error: the ending cannot be written in full: {full}", file=sys.stderr)
-            with contextlib.suppress(OSError):
-                self._write_status_in_place()
+            if not self._waits:
+                with contextlib.suppress(OSError):
+                    self._write_status_in_place()
         finally:
             self._mirrored("close", state, summary)
             self.close()

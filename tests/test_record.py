@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from grpo import record
 from grpo.durable import write_atomic
 from grpo.record import NoMirror, Recorder, jsonable
 from grpo.types import Completion, Group, Prompt
@@ -95,6 +96,28 @@ def test_a_resumed_run_cuts_what_the_killed_one_wrote_after_its_checkpoint(
     second.metrics({"step": 3})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert second.elapsed_s >= 20.0
+
+
+def test_a_resume_that_cannot_even_end_leaves_the_status_of_the_run_before(
+    tmp_path: Path, recorders: Recorders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 9}')
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    second = recorders(tmp_path, steps=9, resumed_at=2)
+    monkeypatch.setattr(record, "write_atomic", full)
+    second.finish("failed", {})
+    assert json.loads((tmp_path / "status.json").read_text()) == {"state": "running", "step": 9}
+
+
+@pytest.mark.parametrize("before", ["running", "failed"])
+def test_a_second_signal_before_a_resume_goes_on(tmp_path: Path, recorders: Recorders, before: str) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": before, "step": 9}))
+    recorders(tmp_path, steps=9, resumed_at=2).cut_short(KeyboardInterrupt("now"))
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("interrupted" if before == "running" else "failed", 9)
 
 
 @pytest.mark.parametrize(("steps", "left"), [(4, [0]), (5, [0, 4])])
