@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from grpo import checksums
+from grpo import checksums, lora
 from grpo.checkpoint_folder import complete
 from grpo.durable import flush, remove_atomic, write_atomic
 from grpo.model import Policy
@@ -89,9 +89,9 @@ class Checkpoints:
             torch.save(state, aside / "trainer.pt")
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)  # it takes room
-            if isinstance(error, OSError) or not _of_the_disk(error):
-                raise
-            raise OSError(f"{target}: cannot be written, the disk or a quota is full: {error}") from error
+            if _of_the_disk(error):
+                raise OSError(f"{target}: cannot be written, the disk or a quota is full: {error}") from error
+            raise
         files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
         sums = checksums.Sums(aside)
         for path in files:
@@ -178,7 +178,7 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         progress: dict[str, Any] = dict(state["progress"])
         if (state.get("config") or {}).get("model", {}).get("lora_rank"):
-            file = checkpoint / "adapter" / "adapter_model.safetensors"
+            file = checkpoint / lora.FOLDER / lora.WEIGHTS
             file.stat()
         file = checkpoint / "config.json"
         json.loads(file.read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def inspect(checkpoint: Path) -> dict[str, Any]:
         weights = sorted(checkpoint.glob("*.safetensors"))
         if not weights:
             raise FileNotFoundError(file)
-        for file in (*weights, *sorted(checkpoint.glob("adapter/*.safetensors"))):
+        for file in (*weights, *sorted(checkpoint.glob(f"{lora.FOLDER}/*.safetensors"))):
             with safe_open(file, "pt"):  # compares the header with the file's length
                 pass
     except Exception as error:  # zip's, pickle's, torch's, safetensors' and the file system's

@@ -89,21 +89,21 @@ def test_connections_that_break_again_and_again_end_the_run(tiny_dir: Path, tmp_
         assert server.engine.version == "0"
 
 
-def test_a_sync_is_begun_again_once(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told", "hits"),
+    [
+        (Fault("finish_weight_update", drop=True, after=1, times=2), "finish_weight_update", 2),
+        (Fault("update_weights", raw=b"<html>", after=1, times=1), "the answer is not JSON", 1),
+    ],
+    ids=["a second break", "an answer without sense"],
+)
+def test_what_ends_a_sync_all_the_same(tiny_dir: Path, tmp_path: Path, fault: Fault, told: str, hits: int) -> None:
+    """It is begun again once, and an answer is an answer."""
     with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3) as trainer:
-        broken = server.add_fault(Fault("finish_weight_update", drop=True, after=1, times=2))
-        with pytest.raises(ServerError, match="finish_weight_update"):
+        server.add_fault(fault)
+        with pytest.raises(ServerError, match=told):
             trainer.run()
-        assert broken.hits == 2
-        assert not server.engine.paused
-
-
-def test_an_answer_without_sense_is_an_answer(tiny_dir: Path, tmp_path: Path) -> None:
-    with FakeServer(tiny_dir) as server, loop([server.url], tiny_dir, tmp_path, steps=3) as trainer:
-        nonsense = server.add_fault(Fault("update_weights", raw=b"<html>", after=1, times=1))
-        with pytest.raises(ServerError, match="the answer is not JSON"):
-            trainer.run()
-        assert nonsense.hits == 1
+        assert fault.hits == hits
         assert not server.engine.paused
 
 

@@ -19,6 +19,7 @@ from grpo.rewards import RewardError
 from grpo.rewards import pool as pool_module
 from grpo.rewards import process as process_module
 from grpo.rewards.base import RewardTimeoutError
+from grpo.types import Group
 
 
 def test_a_function_gets_its_columns() -> None:
@@ -64,8 +65,11 @@ def test_an_error_ends_the_run_with_the_users_traceback_or_is_not_scored(name: s
     assert "grpo/rewards" not in text
     rewards = mine(name, on_error="unscored")
     assert score(rewards, "4", "4") == [None, None]
-    stats = rewards.stats([])
+    unscored = completion("4")
+    unscored.rewards = {name: None}
+    stats = rewards.stats([Group(0, row(), [unscored])])
     assert (stats[f"reward/{name}/errors"], stats[f"reward/{name}/unscored"]) == (2, 2)
+    assert f"reward/{name}/mean" not in stats
 
 
 def test_a_reward_that_cannot_be_loaded_is_an_error_with_its_traceback(tmp_path: Path) -> None:

@@ -193,21 +193,21 @@ class WeightSync:
         self.phase = "pause"
         if self._paused is None:  # and not begun again, which leaves them paused
             self._paused = exported
-        self.everywhere(lambda c: insist(lambda: c.post("/pause", params=mode, timeout=self.timeout)))
+        self.everywhere(insisted(lambda c: c.post("/pause", params=mode, timeout=self.timeout)))
         timings.pause_s = time.monotonic() - exported
         moved = time.monotonic()
         self.phase = "update"
         self.transfer(version)
         self.phase = "cache reset"
-        self.everywhere(lambda c: insist(lambda: self._reset_cache(c)))
+        self.everywhere(insisted(self._reset_cache))
         timings.update_s = time.monotonic() - moved
         resumed = time.monotonic()
         self.phase = "resume"
-        self.everywhere(lambda c: insist(lambda: c.post("/resume", timeout=self.timeout)))
+        self.everywhere(insisted(lambda c: c.post("/resume", timeout=self.timeout)))
         timings.resume_s = time.monotonic() - resumed
         timings.paused_s = time.monotonic() - self._paused
         self.phase = "confirmation"
-        self.everywhere(lambda c: insist(lambda: self._confirm(c, version)))
+        self.everywhere(insisted(lambda c: self._confirm(c, version)))
         self.phase = "none"
 
     def _begins_again(self, error: BaseException, repeats: int) -> bool:
@@ -302,6 +302,11 @@ def insist(call: Callable[[], Any]) -> Any:
         if not connection_broke(error):
             raise
         return call()
+
+
+def insisted(call: Callable[[Control], Any]) -> Callable[[Control], Any]:
+    """The call of each server as `insist` makes it."""
+    return lambda control: insist(lambda: call(control))
 
 
 def connection_broke(error: BaseException) -> bool:
